@@ -1,0 +1,353 @@
+//! Kernel for AMX int8 tiles: 16 rows of activations times 16 rows of weights at once. Few rows, and
+//! everything that is no integer product, is `avx512vnni`'s.
+//!
+//! A tile product spans one group (16 or 32 columns), since scales change there: activations
+//! `[16, group]` signed, weights `[group / 4, 64]` as the panel's operands already lie (codes made signed
+//! while widening, so that no correction is needed), results `[16, 16]` i32. They go through memory
+//! into vector registers, where scales are applied in the order that `tile` fixes, so the bits are those
+//! of the other kernels. Two result tiles alternate, so that one's products run while the other's
+//! results are scaled.
+//!
+//! Written with `asm!`, as the intrinsics are not stable. Tile registers are used only between `begin`
+//! and `end` of one tile of work on one thread: `begin` loads a configuration, `end` releases it.
+
+use super::activations::ActBlock;
+use super::avx512vnni::{self, Avx512Vnni};
+use super::layout::Format;
+use super::tile::{ActRows, Chunk, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use std::arch::asm;
+use std::arch::x86_64::*;
+use std::ops::Range;
+
+/// AMX tiles and int8, with AVX-512.
+pub(super) struct Amx;
+
+/// Rows of activations of a tile.
+const ROWS: usize = 16;
+
+/// Palette 1 configuration, as `ldtilecfg` reads it.
+#[repr(C, align(64))]
+struct TileConfig {
+    palette: u8,
+    start_row: u8,
+    reserved: [u8; 14],
+    row_bytes: [u16; 16],
+    rows: [u8; 16],
+}
+
+impl TileConfig {
+    /// Results in tiles 0..4, activations in 4 and 5, weights in 6 and 7.
+    const fn new(group: usize) -> Self {
+        let mut config = Self {
+            palette: 1,
+            start_row: 0,
+            reserved: [0; 14],
+            row_bytes: [64; 16],
+            rows: [16; 16],
+        };
+        #[allow(clippy::cast_possible_truncation)] // 16 or 32
+        let (group_bytes, group_rows) = (group as u16, group as u8 / 4);
+        config.row_bytes[4] = group_bytes;
+        config.row_bytes[5] = group_bytes;
+        config.rows[6] = group_rows;
+        config.rows[7] = group_rows;
+        let mut unused = 8;
+        while unused < 16 {
+            config.row_bytes[unused] = 0;
+            config.rows[unused] = 0;
+            unused += 1;
+        }
+        config
+    }
+}
+
+/// Integer products of 16 rows with one group.
+#[repr(C, align(64))]
+struct Dots([[i32; 16]; ROWS]);
+
+/// Groups whose products are issued together.
+const BATCH: usize = 4;
+
+/// A run of groups: where their operands lie.
+#[derive(Clone, Copy)]
+struct Groups {
+    /// Activation codes of the first row of the chunk's first block.
+    acts: ActRows,
+    /// Operands of the chunk's first block.
+    operands: *const u8,
+    /// Columns of a group.
+    group: usize,
+}
+
+impl Groups {
+    /// # Safety
+    /// The chunk has group `i`.
+    #[inline(always)]
+    unsafe fn codes(self, i: usize) -> *const i8 {
+        let groups = 32 / self.group;
+        // SAFETY: the caller's promise.
+        unsafe { (*self.acts.at(0, i / groups)).q.as_ptr().add(i % groups * self.group) }
+    }
+
+    /// Bytes from one row of activation codes to the next.
+    #[inline(always)]
+    fn act_stride(self) -> usize {
+        self.acts.stride * size_of::<ActBlock>()
+    }
+
+    /// # Safety
+    /// The chunk has group `i`.
+    #[inline(always)]
+    unsafe fn operands(self, i: usize) -> *const u8 {
+        // SAFETY: the caller's promise; a group's operands are 16 bytes a column.
+        unsafe { self.operands.add(i * 16 * self.group) }
+    }
+}
+
+/// Multiplies group `i` and stores the result.
+///
+/// # Safety
+/// Tiles are configured; the chunk has the group and 16 rows of activations are readable.
+#[inline(always)]
+unsafe fn product(groups: Groups, i: usize, dots: &mut Dots) {
+    // SAFETY: reads 16 rows of codes and the operands, writes the 16 rows of `dots`, as the caller
+    // promised; touches only the tiles named.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tileloadd tmm4, [{codes} + {act_stride}]",
+            "tileloadd tmm6, [{operands} + {line}]",
+            "tdpbssd tmm0, tmm4, tmm6",
+            "tilestored [{dots} + {line}], tmm0",
+            codes = in(reg) groups.codes(i),
+            act_stride = in(reg) groups.act_stride(),
+            operands = in(reg) groups.operands(i),
+            line = in(reg) 64usize,
+            dots = in(reg) dots,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// Multiplies groups `i..i + 4`.
+///
+/// # Safety
+/// As [`product`], for each.
+#[inline(always)]
+unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
+    // SAFETY: as in `product`.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tileloadd tmm4, [{codes0} + {act_stride}]",
+            "tileloadd tmm6, [{operands0} + {line}]",
+            "tdpbssd tmm0, tmm4, tmm6",
+            "tilezero tmm1",
+            "tileloadd tmm5, [{codes1} + {act_stride}]",
+            "tileloadd tmm7, [{operands1} + {line}]",
+            "tdpbssd tmm1, tmm5, tmm7",
+            "tilezero tmm2",
+            "tileloadd tmm4, [{codes2} + {act_stride}]",
+            "tileloadd tmm6, [{operands2} + {line}]",
+            "tdpbssd tmm2, tmm4, tmm6",
+            "tilezero tmm3",
+            "tileloadd tmm5, [{codes3} + {act_stride}]",
+            "tileloadd tmm7, [{operands3} + {line}]",
+            "tdpbssd tmm3, tmm5, tmm7",
+            "tilestored [{dots} + {line}], tmm0",
+            "tilestored [{dots} + {line} + 1024], tmm1",
+            "tilestored [{dots} + {line} + 2048], tmm2",
+            "tilestored [{dots} + {line} + 3072], tmm3",
+            codes0 = in(reg) groups.codes(i),
+            codes1 = in(reg) groups.codes(i + 1),
+            codes2 = in(reg) groups.codes(i + 2),
+            codes3 = in(reg) groups.codes(i + 3),
+            act_stride = in(reg) groups.act_stride(),
+            operands0 = in(reg) groups.operands(i),
+            operands1 = in(reg) groups.operands(i + 1),
+            operands2 = in(reg) groups.operands(i + 2),
+            operands3 = in(reg) groups.operands(i + 3),
+            line = in(reg) 64usize,
+            dots = in(reg) dots,
+            options(nostack, preserves_flags),
+        );
+    }
+}
+
+/// Multiplies the groups from `first` on, four or those that are left.
+///
+/// # Safety
+/// As [`product`], for each.
+#[inline(always)]
+unsafe fn products_from(groups: Groups, first: usize, num_groups: usize, dots: &mut [Dots; BATCH]) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if first + BATCH <= num_groups {
+            product_batch(groups, first, dots);
+        } else {
+            for (i, dots) in (first..num_groups).zip(dots) {
+                product(groups, i, dots);
+            }
+        }
+    }
+}
+
+/// Scales a group's products and adds them.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+unsafe fn add_scaled<F: Format>(chunk: &Chunk, i: usize, acts: ActRows, dots: &Dots, acc: &mut [__m512; ROWS]) {
+    let groups = F::LAYOUT.groups();
+    let (block, g) = (i / groups, i % groups);
+    // SAFETY: the chunk has the group; 16 rows have the block.
+    unsafe {
+        let d = _mm512_load_ps(chunk.d.as_ptr().add(i).cast());
+        let m = _mm512_load_ps(chunk.m.as_ptr().add(i).cast());
+        for (t, acc) in acc.iter_mut().enumerate() {
+            let a = &*acts.at(t, block);
+            let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.0.as_ptr().add(t).cast()));
+            *acc = _mm512_fmadd_ps(dot, _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
+            if F::LAYOUT.scale.has_min() {
+                let sum_x = if groups == 1 { a.sum_x } else { a.sum_x_half[g] };
+                *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), *acc);
+            }
+        }
+    }
+}
+
+/// Lanes of row `t` inside a result of `valid` rows.
+fn lane_mask(out: OutRows, valid: usize, t: usize) -> u16 {
+    if t < valid { u16::MAX >> (16 - out.width) } else { 0 }
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+unsafe fn load_acc(out: OutRows, valid: usize, start: Start) -> [__m512; ROWS] {
+    let mut acc = [_mm512_setzero_ps(); ROWS];
+    if start == Start::FromOut {
+        for (t, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: rows below `valid` exist; masked lanes are not touched.
+            let row = out.ptr.wrapping_add(t * out.stride);
+            *acc = unsafe { _mm512_maskz_loadu_ps(lane_mask(out, valid, t), row) };
+        }
+    }
+    acc
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+unsafe fn store_acc(out: OutRows, valid: usize, acc: &[__m512; ROWS]) {
+    for (t, acc) in acc.iter().enumerate() {
+        // SAFETY: rows below `valid` exist; masked lanes are not touched.
+        unsafe { _mm512_mask_storeu_ps(out.ptr.wrapping_add(t * out.stride), lane_mask(out, valid, t), *acc) };
+    }
+}
+
+/// 16 rows over a chunk, of which the first `valid` have results; the others' activations are readable
+/// (`QuantizedActivations` keeps rows to spare) and their products are dropped.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn sixteen_rows<F: Format>(
+    chunk: &Chunk,
+    num_blocks: usize,
+    acts: ActRows,
+    out: OutRows,
+    valid: usize,
+    start: Start,
+) {
+    let layout = F::LAYOUT;
+    let num_groups = num_blocks * layout.groups();
+    let groups = Groups {
+        acts,
+        operands: chunk.q.as_ptr().cast(),
+        group: layout.group,
+    };
+    let mut now = [const { Dots([[0; 16]; ROWS]) }; BATCH];
+    let mut ahead = [const { Dots([[0; 16]; ROWS]) }; BATCH];
+    // SAFETY: groups are below `num_groups`; as promised to `IntKernel::many`.
+    unsafe {
+        let mut acc = load_acc(out, valid, start);
+        let (mut now, mut ahead) = (&mut now, &mut ahead);
+        products_from(groups, 0, num_groups, now);
+        let mut first = 0;
+        while first + BATCH <= num_groups {
+            products_from(groups, first + BATCH, num_groups, ahead);
+            for (i, dots) in now.iter().enumerate() {
+                add_scaled::<F>(chunk, first + i, acts, dots, &mut acc);
+            }
+            std::mem::swap(&mut now, &mut ahead);
+            first += BATCH;
+        }
+        for (i, dots) in (first..num_groups).zip(now.iter()) {
+            add_scaled::<F>(chunk, i, acts, dots, &mut acc);
+        }
+        store_acc(out, valid, &acc);
+    }
+}
+
+/// Makes a chunk's codes signed.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+unsafe fn subtract_middle<F: Format>(chunk: &mut Chunk, num_blocks: usize) {
+    #[allow(clippy::cast_possible_wrap)] // 128 becomes -128: the same bits are subtracted
+    let middle = _mm512_set1_epi8((1u8 << F::LAYOUT.log2_zero) as i8);
+    for operand in chunk.q[..num_blocks].as_flattened_mut() {
+        // SAFETY: an operand is 64 bytes, aligned.
+        unsafe {
+            let at = operand.as_mut_ptr().cast::<__m512i>();
+            _mm512_store_si512(at, _mm512_sub_epi8(_mm512_load_si512(at), middle));
+        }
+    }
+}
+
+impl IntKernel for Amx {
+    const FEW: usize = Avx512Vnni::FEW;
+
+    unsafe fn begin<F: Format>() {
+        let config = const { TileConfig::new(F::LAYOUT.group) };
+        // SAFETY: the configuration is valid for palette 1, and the kernel granted this process the tiles
+        // (`Isa::is_available`).
+        unsafe { asm!("ldtilecfg [{}]", in(reg) &config, options(nostack, readonly, preserves_flags)) };
+    }
+
+    unsafe fn end() {
+        // SAFETY: gives the tiles up; nothing of them is needed any more.
+        unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
+    }
+
+    unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
+        // SAFETY: as promised to this method.
+        unsafe { Avx512Vnni::few::<F>(panel, acts, num_t, out) };
+    }
+
+    unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk) {
+        let num_blocks = blocks.len();
+        // SAFETY: as promised to this method.
+        unsafe {
+            avx512vnni::widen::<F>(panel, blocks, Minimum::Centred, chunk);
+            subtract_middle::<F>(chunk, num_blocks);
+        }
+    }
+
+    unsafe fn many<F: Format>(
+        panels: &[WidenedPanel<'_>],
+        num_blocks: usize,
+        acts: ActRows,
+        num_t: usize,
+        start: Start,
+    ) {
+        for t in (0..num_t).step_by(ROWS) {
+            for panel in panels {
+                // SAFETY: rows `t..` exist; as promised to this method.
+                unsafe {
+                    let acts = ActRows {
+                        ptr: acts.at(t, 0),
+                        ..acts
+                    };
+                    let out = OutRows {
+                        ptr: panel.out.row(t),
+                        ..panel.out
+                    };
+                    sixteen_rows::<F>(panel.chunk, num_blocks, acts, out, ROWS.min(num_t - t), start);
+                }
+            }
+        }
+    }
+}

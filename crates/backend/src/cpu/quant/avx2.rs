@@ -1,0 +1,674 @@
+//! Kernels for AVX2 with FMA and F16C. A panel's 16 rows are two halves of 8 lanes.
+//!
+//! Integer products are `maddubs` (unsigned weight codes times signed activation codes into i16
+//! pairs). Its saturation is never met: codes of up to 4 bits allow eight pair sums in i16
+//! (8 * 2 * 15 * 127 = 30480), 5 bits four, 6 bits two; 8-bit codes go in as magnitudes with the
+//! weight's sign moved to the activation (2 * 128 * 127 = 32512).
+
+use super::activations::{ActBlock, BlockScale, FINE_BITS, FineBlock, outlier_limit};
+use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, ScaleKind};
+use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use std::arch::x86_64::*;
+use std::marker::PhantomData;
+use std::ops::Range;
+
+/// AVX2, FMA, F16C.
+pub(super) struct Avx2;
+
+/// Rows of activations of the largest micro-kernel.
+const ROWS: usize = 4;
+
+/// Where a micro-kernel finds a panel's codes and scales.
+trait Source {
+    type F: Format;
+    /// Operands of half `half` (rows 0..8 or 8..16) of a block.
+    unsafe fn operands(&self, block: usize, half: usize) -> [__m256i; 8];
+    /// Scale and centred minimum of half `half` of a group.
+    unsafe fn scales(&self, group: usize, half: usize) -> (__m256, __m256);
+}
+
+/// A panel as it is packed.
+struct Packed<F> {
+    panel: Panel,
+    format: PhantomData<F>,
+}
+
+/// A widened chunk.
+struct Widened<'a, F> {
+    chunk: &'a Chunk,
+    format: PhantomData<F>,
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn load(base: *const u8, vector: usize, half: usize) -> __m256i {
+    // SAFETY: the caller reads inside a block, whose vectors are aligned to 64.
+    unsafe { _mm256_load_si256(base.add(64 * vector + 32 * half).cast()) }
+}
+
+/// Operands of a packed block of `BITS`-wide codes.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn unpack<const BITS: usize>(block: *const u8, half: usize) -> [__m256i; 8] {
+    let mut q = [_mm256_setzero_si256(); 8];
+    // SAFETY: a block has 64 * BITS bytes.
+    unsafe {
+        if BITS == 8 {
+            for (i, q) in q.iter_mut().enumerate() {
+                *q = load(block, i, half);
+            }
+            return q;
+        }
+        if BITS >= 4 {
+            let mask = _mm256_set1_epi8(15);
+            for i in 0..4 {
+                let v = load(block, i, half);
+                q[i] = _mm256_and_si256(v, mask);
+                q[i + 4] = _mm256_and_si256(_mm256_srli_epi16::<4>(v), mask);
+            }
+        } else {
+            let v = [load(block, 0, half), load(block, 1, half)];
+            two_bits(v, 0, &mut q);
+        }
+        match BITS {
+            3 => one_bit(load(block, 2, half), 2, &mut q),
+            5 => one_bit(load(block, 4, half), 4, &mut q),
+            6 => two_bits([load(block, 4, half), load(block, 5, half)], 4, &mut q),
+            _ => {}
+        }
+    }
+    q
+}
+
+/// Ors a 2-bit plane into `q` at bit `at`.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn two_bits(v: [__m256i; 2], at: i32, q: &mut [__m256i; 8]) {
+    let mask = _mm256_set1_epi16(0x0303 << at);
+    for (i, q) in q.iter_mut().enumerate() {
+        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v[i / 4], 2 * (i as i32 % 4), at), mask));
+    }
+}
+
+/// Ors a 1-bit plane into `q` at bit `at`.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn one_bit(v: __m256i, at: i32, q: &mut [__m256i; 8]) {
+    let mask = _mm256_set1_epi16(0x0101 << at);
+    for (i, q) in q.iter_mut().enumerate() {
+        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v, i as i32, at), mask));
+    }
+}
+
+/// Moves bit `from` to bit `to`; bits of the neighbouring byte come along and are masked by the caller.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn shift_bits(v: __m256i, from: i32, to: i32) -> __m256i {
+    if from >= to {
+        _mm256_srl_epi16(v, _mm_cvtsi32_si128(from - to))
+    } else {
+        _mm256_sll_epi16(v, _mm_cvtsi32_si128(to - from))
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn halves(at: *const u8, half: usize) -> __m256 {
+    // SAFETY: the caller reads 16 f16 there.
+    unsafe { _mm256_cvtph_ps(_mm_loadu_si128(at.add(16 * half).cast())) }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn bytes(at: *const u8, half: usize) -> __m256i {
+    // SAFETY: the caller reads 16 bytes there.
+    unsafe { _mm256_cvtepu8_epi32(_mm_loadl_epi64(at.add(8 * half).cast())) }
+}
+
+/// Scale and plain minimum of a packed group, exact.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn packed_scales<F: Format>(panel: Panel, group: usize, half: usize) -> (__m256, __m256) {
+    let layout = F::LAYOUT;
+    let negate = _mm256_set1_ps(-0.0);
+    let minus_zero_code = _mm256_set1_ps(-((1u32 << layout.log2_zero) as f32));
+    // SAFETY: the caller's group lies in the panel.
+    unsafe {
+        let record = panel.base.add(panel.shape.scales_at + group * layout.scale.bytes());
+        let super_at = panel.shape.supers_at + group * layout.group / 256 * layout.scale.super_bytes();
+        let supers = panel.base.add(super_at);
+        match layout.scale {
+            ScaleKind::Half => {
+                let d = halves(record, half);
+                (d, _mm256_mul_ps(d, minus_zero_code))
+            }
+            ScaleKind::HalfPair => (halves(record, half), halves(record.add(32), half)),
+            ScaleKind::BytePair => {
+                let (scale, min) = (bytes(record, half), bytes(record.add(16), half));
+                let d = _mm256_mul_ps(halves(supers, half), _mm256_cvtepi32_ps(scale));
+                let m = _mm256_mul_ps(halves(supers.add(32), half), _mm256_cvtepi32_ps(min));
+                (d, _mm256_xor_ps(m, negate))
+            }
+            ScaleKind::NibblePair => {
+                let pair = bytes(record, half);
+                let scale = _mm256_and_si256(pair, _mm256_set1_epi32(15));
+                let d = _mm256_mul_ps(halves(supers, half), _mm256_cvtepi32_ps(scale));
+                let min = _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(pair));
+                (
+                    d,
+                    _mm256_xor_ps(_mm256_mul_ps(halves(supers.add(32), half), min), negate),
+                )
+            }
+            ScaleKind::Signed => {
+                let scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64(record.add(8 * half).cast()));
+                let d = _mm256_mul_ps(halves(supers, half), _mm256_cvtepi32_ps(scale));
+                (d, _mm256_mul_ps(d, minus_zero_code))
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn packed_operands<F: Format>(panel: Panel, block: usize, half: usize) -> [__m256i; 8] {
+    // SAFETY: the caller's block lies in the panel.
+    unsafe {
+        let at = panel.base.add(block * F::LAYOUT.block_bytes());
+        match F::LAYOUT.bits {
+            2 => unpack::<2>(at, half),
+            3 => unpack::<3>(at, half),
+            4 => unpack::<4>(at, half),
+            5 => unpack::<5>(at, half),
+            6 => unpack::<6>(at, half),
+            _ => unpack::<8>(at, half),
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn centred<F: Format>((d, m): (__m256, __m256)) -> (__m256, __m256) {
+    (
+        d,
+        _mm256_fmadd_ps(d, _mm256_set1_ps((1u32 << F::LAYOUT.log2_zero) as f32), m),
+    )
+}
+
+impl<F: Format> Source for Packed<F> {
+    type F = F;
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    unsafe fn operands(&self, block: usize, half: usize) -> [__m256i; 8] {
+        // SAFETY: as promised to this method.
+        unsafe { packed_operands::<F>(self.panel, block, half) }
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    unsafe fn scales(&self, group: usize, half: usize) -> (__m256, __m256) {
+        // SAFETY: as promised to this method.
+        unsafe { centred::<F>(packed_scales::<F>(self.panel, group, half)) }
+    }
+}
+
+impl<F: Format> Source for Widened<'_, F> {
+    type F = F;
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    unsafe fn operands(&self, block: usize, half: usize) -> [__m256i; 8] {
+        // SAFETY: the chunk has this block.
+        unsafe { unpack::<8>(self.chunk.q.as_ptr().add(block).cast(), half) }
+    }
+
+    #[target_feature(enable = "avx2,fma,f16c")]
+    #[inline]
+    unsafe fn scales(&self, group: usize, half: usize) -> (__m256, __m256) {
+        // SAFETY: the chunk has this group.
+        unsafe {
+            let d = _mm256_load_ps(self.chunk.d.as_ptr().add(group).cast::<f32>().add(8 * half));
+            (
+                d,
+                _mm256_load_ps(self.chunk.m.as_ptr().add(group).cast::<f32>().add(8 * half)),
+            )
+        }
+    }
+}
+
+/// `sum` and the exact products of a group's operands with activation codes, each in its lane: with
+/// `q_w - zero` for 8-bit codes, with `q_w` for the narrower (whose `sum` starts with the difference).
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn add_dot<F: Format>(mut sum: __m256i, q: &[__m256i], codes: *const i8) -> __m256i {
+    let ones = _mm256_set1_epi16(1);
+    // SAFETY: four codes an operand.
+    let operand = |i: usize| unsafe { _mm256_set1_epi32(codes.add(4 * i).cast::<i32>().read_unaligned()) };
+    if F::LAYOUT.bits == 8 {
+        for (i, &q) in q.iter().enumerate() {
+            let w = _mm256_xor_si256(q, _mm256_set1_epi8(-128));
+            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(operand(i), w));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        }
+        return sum;
+    }
+    let in_i16 = match F::LAYOUT.bits {
+        5 => 4,
+        6 => 2,
+        _ => 8,
+    };
+    for (run, q) in q.chunks(in_i16).enumerate() {
+        let mut pairs = _mm256_maddubs_epi16(q[0], operand(run * in_i16));
+        for (i, &q) in q.iter().enumerate().skip(1) {
+            pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(q, operand(run * in_i16 + i)));
+        }
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+    }
+    sum
+}
+
+/// The products of a group with both planes of a block's activations (`fine` holds zeros where there is
+/// but one).
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn dot<F: Format>(q: &[__m256i], g: usize, a: &ActBlock, fine: Option<*const FineBlock>) -> __m256i {
+    let layout = F::LAYOUT;
+    let neg_sum = if layout.groups() == 1 { a.neg_sum_q } else { a.neg_sum_q_half[g] };
+    let start = if layout.bits == 8 { 0 } else { neg_sum << layout.log2_zero };
+    let start = _mm256_set1_epi32(start);
+    // SAFETY: a group's codes lie `group` bytes apart in a block.
+    unsafe {
+        let codes = a.q.as_ptr().add(g * layout.group);
+        match fine {
+            None => add_dot::<F>(start, q, codes),
+            Some(fine) => {
+                let coarse = add_dot::<F>(_mm256_setzero_si256(), q, codes);
+                let coarse = _mm256_sll_epi32(coarse, _mm_cvtsi32_si128(a.shift.cast_signed()));
+                add_dot::<F>(_mm256_add_epi32(coarse, start), q, fine.cast::<i8>().add(g * layout.group))
+            }
+        }
+    }
+}
+
+/// One block of one half for `T` rows of activations; `outliers`: whether any has it as an outlier block.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn block_step<S: Source, const T: usize>(
+    src: &S,
+    block: usize,
+    half: usize,
+    acts: ActRows,
+    outliers: bool,
+    acc: &mut [__m256; T],
+) {
+    let layout = S::F::LAYOUT;
+    // SAFETY: source and activations have this block.
+    unsafe {
+        let q = src.operands(block, half);
+        for g in 0..layout.groups() {
+            let (d, m) = src.scales(block * layout.groups() + g, half);
+            let q = &q[g * layout.group / 4..(g + 1) * layout.group / 4];
+            for (t, acc) in acc.iter_mut().enumerate() {
+                let a = &*acts.at(t, block);
+                let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
+                let dot = dot::<S::F>(q, g, a, outliers.then(|| acts.fine_at(t, block)));
+                *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(d, _mm256_set1_ps(a.d)), *acc);
+                if layout.scale.has_min() {
+                    *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(sum_x), *acc);
+                }
+            }
+        }
+    }
+}
+
+/// Lanes of `half` that are inside a result of `width` columns.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn lane_mask(width: usize, half: usize) -> __m256i {
+    let lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    #[allow(clippy::cast_possible_truncation)] // at most 16
+    let valid = width.saturating_sub(8 * half) as i32;
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(valid), lanes)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn load_acc<const T: usize>(out: OutRows, half: usize, start: Start) -> [__m256; T] {
+    let mut acc = [_mm256_setzero_ps(); T];
+    if start == Start::FromOut {
+        let mask = lane_mask(out.width, half);
+        for (t, acc) in acc.iter_mut().enumerate() {
+            // SAFETY: row `t` exists; lanes outside the width are not touched.
+            *acc = unsafe { _mm256_maskload_ps(out.row(t).wrapping_add(8 * half), mask) };
+        }
+    }
+    acc
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn store_acc<const T: usize>(out: OutRows, half: usize, acc: &[__m256; T]) {
+    let mask = lane_mask(out.width, half);
+    for (t, acc) in acc.iter().enumerate() {
+        // SAFETY: row `t` exists; lanes outside the width are not touched.
+        unsafe { _mm256_maskstore_ps(out.row(t).wrapping_add(8 * half), mask, *acc) };
+    }
+}
+
+/// `T` rows over a packed panel, both halves in step so that memory is read front to back.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: OutRows) {
+    let src = Packed::<F> {
+        panel,
+        format: PhantomData,
+    };
+    // SAFETY: as promised to `IntKernel::few`.
+    unsafe {
+        let mut low = load_acc::<T>(out, 0, Start::Zero);
+        let mut high = low;
+        for block in 0..panel.shape.num_blocks {
+            panel.prefetch_next::<F>(block);
+            let outliers = (0..T).any(|t| (*acts.at(t, block)).shift > 0);
+            block_step(&src, block, 0, acts, outliers, &mut low);
+            block_step(&src, block, 1, acts, outliers, &mut high);
+        }
+        store_acc(out, 0, &low);
+        store_acc(out, 1, &high);
+    }
+}
+
+/// `T` rows over a chunk, one half after the other.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn many_rows<F: Format, const T: usize>(
+    chunk: &Chunk,
+    num_blocks: usize,
+    acts: ActRows,
+    out: OutRows,
+    start: Start,
+) {
+    let src = Widened::<F> { chunk, format: PhantomData };
+    // SAFETY: as promised to `IntKernel::many`.
+    let outliers = unsafe { acts.outliers(T) };
+    for half in 0..2 {
+        // SAFETY: as promised to `IntKernel::many`.
+        unsafe {
+            let mut acc = load_acc::<T>(out, half, start);
+            for block in 0..num_blocks {
+                block_step(&src, block, half, acts, (outliers >> block) & 1 == 1, &mut acc);
+            }
+            store_acc(out, half, &acc);
+        }
+    }
+}
+
+/// Widens blocks of a panel.
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum, chunk: &mut Chunk) {
+    let groups = F::LAYOUT.groups();
+    for (at, block) in blocks.enumerate() {
+        panel.prefetch_next::<F>(block);
+        for half in 0..2 {
+            // SAFETY: the panel has the block; the chunk has room for it.
+            unsafe {
+                let q = packed_operands::<F>(panel, block, half);
+                for (operand, q) in chunk.q[at].iter_mut().zip(q) {
+                    _mm256_store_si256(operand.as_mut_ptr().add(32 * half).cast(), q);
+                }
+                for g in 0..groups {
+                    let mut scales = packed_scales::<F>(panel, block * groups + g, half);
+                    if minimum == Minimum::Centred {
+                        scales = centred::<F>(scales);
+                    }
+                    _mm256_store_ps(chunk.d[at * groups + g].as_mut_ptr().add(8 * half), scales.0);
+                    _mm256_store_ps(chunk.m[at * groups + g].as_mut_ptr().add(8 * half), scales.1);
+                }
+            }
+        }
+    }
+}
+
+impl IntKernel for Avx2 {
+    const FEW: usize = ROWS;
+
+    unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
+        // SAFETY: as promised to this method.
+        unsafe {
+            match num_t {
+                1 => few_rows::<F, 1>(panel, acts, out),
+                2 => few_rows::<F, 2>(panel, acts, out),
+                3 => few_rows::<F, 3>(panel, acts, out),
+                _ => few_rows::<F, 4>(panel, acts, out),
+            }
+        }
+    }
+
+    unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk) {
+        // SAFETY: as promised to this method.
+        unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
+    }
+
+    unsafe fn many<F: Format>(
+        panels: &[WidenedPanel<'_>],
+        num_blocks: usize,
+        acts: ActRows,
+        num_t: usize,
+        start: Start,
+    ) {
+        for t in (0..num_t).step_by(ROWS) {
+            for panel in panels {
+                // SAFETY: rows `t..` exist; as promised to this method.
+                unsafe {
+                    let (chunk, acts) = (
+                        panel.chunk,
+                        ActRows {
+                            ptr: acts.at(t, 0),
+                            ..acts
+                        },
+                    );
+                    let out = OutRows {
+                        ptr: panel.out.row(t),
+                        ..panel.out
+                    };
+                    match num_t - t {
+                        1 => many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
+                        2 => many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
+                        3 => many_rows::<F, 3>(chunk, num_blocks, acts, out, start),
+                        _ => many_rows::<F, ROWS>(chunk, num_blocks, acts, out, start),
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// A block's weights in f32: 32 columns of 8 rows.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn block_weights<F: Format>(chunk: &Chunk, block: usize, half: usize, w: &mut [__m256; BLOCK_COLS]) {
+    let src = Widened::<F> {
+        chunk,
+        format: PhantomData,
+    };
+    // SAFETY: the chunk has the block.
+    unsafe {
+        let q = src.operands(block, half);
+        for g in 0..F::LAYOUT.groups() {
+            let (d, m) = src.scales(block * F::LAYOUT.groups() + g, half);
+            for i in g * F::LAYOUT.group / 4..(g + 1) * F::LAYOUT.group / 4 {
+                let byte = _mm256_set1_epi32(255);
+                let codes = [
+                    _mm256_and_si256(q[i], byte),
+                    _mm256_and_si256(_mm256_srli_epi32::<8>(q[i]), byte),
+                    _mm256_and_si256(_mm256_srli_epi32::<16>(q[i]), byte),
+                    _mm256_srli_epi32::<24>(q[i]),
+                ];
+                for (j, code) in codes.into_iter().enumerate() {
+                    w[4 * i + j] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(code), d, m);
+                }
+            }
+        }
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn float_rows<const T: usize>(w: &[__m256; BLOCK_COLS], x: FloatRows, out: OutRows, half: usize, start: Start) {
+    // SAFETY: as promised to `FloatKernel::many_f32`.
+    unsafe {
+        let mut part = [_mm256_setzero_ps(); T];
+        for (k, &w) in w.iter().enumerate() {
+            for (t, part) in part.iter_mut().enumerate() {
+                *part = _mm256_fmadd_ps(w, _mm256_set1_ps(*x.ptr.add(t * x.stride + k)), *part);
+            }
+        }
+        let mut acc = load_acc::<T>(out, half, start);
+        for (acc, part) in acc.iter_mut().zip(part) {
+            *acc = _mm256_add_ps(*acc, part);
+        }
+        store_acc(out, half, &acc);
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn many_f32<F: Format>(
+    chunk: &Chunk,
+    num_blocks: usize,
+    x: FloatRows,
+    num_t: usize,
+    out: OutRows,
+    start: Start,
+) {
+    for half in 0..2 {
+        let mut w = [_mm256_setzero_ps(); BLOCK_COLS];
+        for block in 0..num_blocks {
+            let start = if block == 0 { start } else { Start::FromOut };
+            // SAFETY: as promised to `FloatKernel::many_f32`; rows `t..` exist.
+            unsafe {
+                block_weights::<F>(chunk, block, half, &mut w);
+                let mut t = 0;
+                while t < num_t {
+                    let x = FloatRows {
+                        ptr: x.ptr.add(t * x.stride + block * BLOCK_COLS),
+                        ..x
+                    };
+                    let out = OutRows { ptr: out.row(t), ..out };
+                    if num_t - t >= 8 {
+                        float_rows::<8>(&w, x, out, half, start);
+                        t += 8;
+                    } else {
+                        float_rows::<1>(&w, x, out, half, start);
+                        t += 1;
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl FloatKernel for Avx2 {
+    unsafe fn widen_plain<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk) {
+        // SAFETY: as promised to this method.
+        unsafe { widen::<F>(panel, blocks, Minimum::Plain, chunk) };
+    }
+
+    unsafe fn many_f32<F: Format>(
+        chunk: &Chunk,
+        num_blocks: usize,
+        x: FloatRows,
+        num_t: usize,
+        out: OutRows,
+        start: Start,
+    ) {
+        // SAFETY: as promised to this method.
+        unsafe { many_f32::<F>(chunk, num_blocks, x, num_t, out, start) };
+    }
+}
+
+/// Quantises a row with the same bits as the scalar code.
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(super) unsafe fn quantize_row(x: &[f32], blocks: &mut [ActBlock], fine: &mut [FineBlock]) {
+    let mut squares = [_mm256_setzero_ps(); 4];
+    for x in x.chunks_exact(BLOCK_COLS) {
+        for (i, squares) in squares.iter_mut().enumerate() {
+            // SAFETY: `x` has 32 values.
+            let v = unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) };
+            // Not fused: the scalar code runs on machines without.
+            *squares = _mm256_add_ps(*squares, _mm256_mul_ps(v, v));
+        }
+    }
+    let mut lanes = [0.0f32; 32];
+    for (lanes, squares) in lanes.chunks_exact_mut(8).zip(squares) {
+        // SAFETY: eight lanes.
+        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), squares) };
+    }
+    let limit = outlier_limit(lanes, x.len());
+    for ((x, block), fine) in x.chunks_exact(BLOCK_COLS).zip(blocks).zip(fine) {
+        // SAFETY: `x` has 32 values.
+        unsafe { quantize_block(x.as_ptr(), limit, block, fine) };
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn quantize_block(x: *const f32, limit: f32, block: &mut ActBlock, fine: &mut FineBlock) {
+    let magnitude = _mm256_set1_epi32(0x7fff_ffff);
+    // SAFETY: the caller has 32 values there.
+    let v: [__m256; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.add(8 * i)) });
+    let bits = v.map(|v| _mm256_and_si256(_mm256_castps_si256(v), magnitude));
+    let max = _mm256_max_epu32(_mm256_max_epu32(bits[0], bits[1]), _mm256_max_epu32(bits[2], bits[3]));
+    let max = _mm_max_epu32(_mm256_castsi256_si128(max), _mm256_extracti128_si256::<1>(max));
+    let max = _mm_max_epu32(max, _mm_shuffle_epi32::<0b1110>(max));
+    let max = _mm_max_epu32(max, _mm_shuffle_epi32::<0b01>(max));
+    let scale = BlockScale::new(_mm_cvtsi128_si32(max).cast_unsigned(), limit);
+    *fine = [0; 32];
+    if scale.inverse == 0.0 {
+        block.q = [0; 32];
+        block.set_scale(scale, [0, 0]);
+        return;
+    }
+    let steps = v.map(|v| _mm256_mul_ps(v, _mm256_set1_ps(scale.inverse)));
+    let codes = steps.map(|steps| _mm256_cvtps_epi32(steps));
+    let mut sum_q = sum_halves(codes);
+    // SAFETY: both have 32 bytes.
+    unsafe { _mm256_storeu_si256(block.q.as_mut_ptr().cast(), pack_bytes(codes)) };
+    if scale.shift > 0 {
+        let finer = _mm256_set1_ps((1u32 << FINE_BITS) as f32);
+        let rest: [__m256i; 4] = std::array::from_fn(|i| {
+            let rest = _mm256_sub_ps(steps[i], _mm256_cvtepi32_ps(codes[i]));
+            let rest = _mm256_cvtps_epi32(_mm256_mul_ps(rest, finer));
+            _mm256_max_epi32(_mm256_min_epi32(rest, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127))
+        });
+        let sum_rest = sum_halves(rest);
+        sum_q = std::array::from_fn(|half| (sum_q[half] << scale.shift) + sum_rest[half]);
+        // SAFETY: as above.
+        unsafe { _mm256_storeu_si256(fine.as_mut_ptr().cast(), pack_bytes(rest)) };
+    }
+    block.set_scale(scale, sum_q);
+}
+
+/// 32 codes as bytes, in order.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn pack_bytes(codes: [__m256i; 4]) -> __m256i {
+    let (low, high) = (_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3]));
+    // The packs work in each 128-bit lane; this puts the four-byte runs back in order.
+    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_halves(codes: [__m256i; 4]) -> [i32; 2] {
+    [sum_codes(codes[0], codes[1]), sum_codes(codes[2], codes[3])]
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn sum_codes(a: __m256i, b: __m256i) -> i32 {
+    let eight = _mm256_add_epi32(a, b);
+    let four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+    let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b1110>(four));
+    _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<0b01>(two)))
+}
+
+const _: () = assert!(PANEL_ROWS == 16);

@@ -1,0 +1,141 @@
+//! The kernels in plain Rust: the reference for the others, and what machines without AVX2 run.
+
+use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, code_at, scale_at};
+use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use std::ops::Range;
+
+/// Plain Rust.
+pub(super) struct Scalar;
+
+/// Widens blocks of a panel.
+///
+/// # Safety
+/// `panel` is valid.
+pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum, chunk: &mut Chunk) {
+    let layout = F::LAYOUT;
+    // SAFETY: the caller's promise; the slice ends with this call.
+    let bytes = unsafe { panel.bytes() };
+    for (at, block_idx) in blocks.enumerate() {
+        let block = &bytes[block_idx * layout.block_bytes()..][..layout.block_bytes()];
+        for (i, operand) in chunk.q[at].iter_mut().enumerate() {
+            for (b, code) in operand.iter_mut().enumerate() {
+                *code = code_at(layout.bits, block, i, b);
+            }
+        }
+        for g in 0..layout.groups() {
+            for r in 0..PANEL_ROWS {
+                let (d, m) = scale_at(layout, panel.shape, bytes, block_idx * layout.groups() + g, r);
+                let to = at * layout.groups() + g;
+                chunk.d[to][r] = d;
+                chunk.m[to][r] = match minimum {
+                    Minimum::Plain => m,
+                    Minimum::Centred => d.mul_add((1u32 << layout.log2_zero) as f32, m),
+                };
+            }
+        }
+    }
+}
+
+impl IntKernel for Scalar {
+    const FEW: usize = 0;
+
+    unsafe fn few<F: Format>(_: Panel, _: ActRows, _: usize, _: OutRows) {}
+
+    unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk) {
+        // SAFETY: as promised to this method.
+        unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
+    }
+
+    unsafe fn many<F: Format>(
+        panels: &[WidenedPanel<'_>],
+        num_blocks: usize,
+        acts: ActRows,
+        num_t: usize,
+        start: Start,
+    ) {
+        for panel in panels {
+            for t in 0..num_t {
+                // SAFETY: row `t` exists and `width` of its elements are ours.
+                let out = unsafe { std::slice::from_raw_parts_mut(panel.out.row(t), panel.out.width) };
+                for (r, out) in out.iter_mut().enumerate() {
+                    let acc = if start == Start::Zero { 0.0 } else { *out };
+                    // SAFETY: row `t` has the chunk's blocks.
+                    *out = unsafe { add_products::<F>(panel.chunk, num_blocks, r, acts, t, acc) };
+                }
+            }
+        }
+    }
+}
+
+/// `acc` and the products of row `t` of activations with row `r` of a chunk.
+///
+/// # Safety
+/// Row `t` has the chunk's blocks.
+unsafe fn add_products<F: Format>(
+    chunk: &Chunk,
+    num_blocks: usize,
+    r: usize,
+    acts: ActRows,
+    t: usize,
+    acc: f32,
+) -> f32 {
+    let layout = F::LAYOUT;
+    let zero = 1i32 << layout.log2_zero;
+    let mut acc = acc;
+    for b in 0..num_blocks {
+        // SAFETY: the caller's promise.
+        let (a, fine) = unsafe { (&*acts.at(t, b), &*acts.fine_at(t, b)) };
+        for g in 0..layout.groups() {
+            let cols = g * layout.group..(g + 1) * layout.group;
+            let code = |k: usize| i32::from(chunk.q[b][k / 4][4 * r + k % 4]);
+            let steps = |k: usize| (i32::from(a.q[k]) << a.shift) + i32::from(fine[k]);
+            let dot: i32 = cols.map(|k| (code(k) - zero) * steps(k)).sum();
+            let at = b * layout.groups() + g;
+            acc = (dot as f32).mul_add(chunk.d[at][r] * a.d, acc);
+            if layout.scale.has_min() {
+                let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
+                acc = chunk.m[at][r].mul_add(sum_x, acc);
+            }
+        }
+    }
+    acc
+}
+
+impl FloatKernel for Scalar {
+    unsafe fn widen_plain<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk) {
+        // SAFETY: as promised to this method.
+        unsafe { widen::<F>(panel, blocks, Minimum::Plain, chunk) };
+    }
+
+    unsafe fn many_f32<F: Format>(
+        chunk: &Chunk,
+        num_blocks: usize,
+        x: FloatRows,
+        num_t: usize,
+        out: OutRows,
+        start: Start,
+    ) {
+        let layout = F::LAYOUT;
+        for t in 0..num_t {
+            // SAFETY: row `t` exists, `out.width` of its elements are ours, and its x has the chunk's columns.
+            let (x, out) = unsafe {
+                let x = std::slice::from_raw_parts(x.ptr.add(t * x.stride), num_blocks * BLOCK_COLS);
+                (x, std::slice::from_raw_parts_mut(out.row(t), out.width))
+            };
+            for (r, out) in out.iter_mut().enumerate() {
+                let mut acc = if start == Start::Zero { 0.0 } else { *out };
+                for (b, x) in x.chunks_exact(BLOCK_COLS).enumerate() {
+                    let mut part = 0.0f32;
+                    for (k, &x) in x.iter().enumerate() {
+                        let at = b * layout.groups() + k / layout.group;
+                        // No fused operation: without the instruction it is slow. `d q` is exact anyhow.
+                        let w = chunk.d[at][r] * f32::from(chunk.q[b][k / 4][4 * r + k % 4]) + chunk.m[at][r];
+                        part += w * x;
+                    }
+                    acc += part;
+                }
+                *out = acc;
+            }
+        }
+    }
+}

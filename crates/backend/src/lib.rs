@@ -1,0 +1,26 @@
+//! Backend: tensors, the ops contract every device implements, collectives, and the CPU device.
+//!
+//! This room knows shapes, dtypes and bytes. It does not know what a request, a layer name or an
+//! architecture is, and it never decides what runs next.
+//!
+//! Shape letters used in this crate: `T` tokens in a step, `S` sequences in a step, `D` hidden size,
+//! `H` query heads, `K` KV heads, `E` head size, `N` output features, `C` input features
+//! (columns of a weight row), `V` vocabulary, `R` rows whose logits are wanted.
+
+pub mod batch;
+pub mod collective;
+pub mod cpu;
+pub mod dtype;
+pub mod error;
+pub mod kv;
+pub mod ops;
+pub mod tensor;
+
+pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
+pub use collective::{Collective, SoloCollective};
+pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa};
+pub use dtype::DType;
+pub use error::BackendError;
+pub use kv::{BlockCopy, KvPool, KvPoolSpec};
+pub use ops::{Activation, AttentionParams, Backend, DeviceInfo, LinearPart, RopeStyle, RopeTable, WeightDesc};
+pub use tensor::{DeviceBuffer, Tensor, Weight};

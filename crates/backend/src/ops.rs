@@ -1,0 +1,210 @@
+//! The ops contract: everything a decoder needs from a device, and nothing more.
+//!
+//! Rules every implementation keeps:
+//! - A row of a result depends only on its own row of the input (and, in attention, on its own
+//!   sequence's cache): never on how many other rows there are, nor on how a sequence's tokens were
+//!   split over steps. On the CPU this holds bit for bit.
+//! - Softmax, norms, RoPE angles and logits are f32.
+//! - Ops allocate nothing after warm-up, except [`Backend::temp`], which recycles.
+//! - Shapes and dtypes are checked before a pointer is taken.
+
+use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight};
+
+/// What a device says about itself.
+#[derive(Clone, Debug)]
+pub struct DeviceInfo {
+    /// For messages: `cpu (avx2, 2 threads)`.
+    pub description: String,
+    /// The instruction set or architecture its kernels were picked for: `scalar`, `avx2`, `sm_90a`.
+    pub isa: &'static str,
+    /// Compute threads, or multiprocessors.
+    pub num_units: usize,
+    /// Bytes of memory that this process may still take.
+    pub memory_available_bytes: u64,
+}
+
+/// A weight about to be loaded.
+#[derive(Clone, Debug)]
+pub struct WeightDesc {
+    /// Name as spelled in the checkpoint, for messages.
+    pub name: String,
+    /// Type as stored; the bytes given are in this type, row-major, rows of `dtype.row_bytes(cols)`.
+    pub dtype: DType,
+    /// Output features.
+    pub rows: usize,
+    /// Input features.
+    pub cols: usize,
+}
+
+/// One product of [`Backend::linear`].
+pub struct LinearPart<'a> {
+    /// `[N, C]`.
+    pub weight: &'a Weight,
+    /// `[1, N]` in f32, added to every row.
+    pub bias: Option<&'a Tensor>,
+    /// `[T, N]`.
+    pub out: &'a mut Tensor,
+}
+
+/// The gate's activation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Activation {
+    /// `x * sigmoid(x)`.
+    Silu,
+    /// The tanh form of GELU.
+    GeluTanh,
+}
+
+/// How a head's elements pair up for the rotation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RopeStyle {
+    /// Elements `i` and `i + E/2` (Hugging Face checkpoints; GGUF of Qwen, Gemma).
+    Half,
+    /// Elements `2i` and `2i + 1` (GGUF of Llama and Mistral, whose q and k rows are permuted).
+    Interleaved,
+}
+
+/// Rotary frequencies of one kind of layer, already scaled (llama3, yarn, linear).
+#[derive(Clone, Debug)]
+pub struct RopeTable {
+    /// `[rotary_dim / 2]` radians a position.
+    pub inv_freq: Vec<f32>,
+    /// Multiplies cos and sin (yarn's attention factor; 1 elsewhere).
+    pub magnitude: f32,
+    /// Pairing.
+    pub style: RopeStyle,
+}
+
+/// What one attention layer computes.
+#[derive(Clone, Debug)]
+pub struct AttentionParams {
+    /// Query heads on this rank.
+    pub num_heads: usize,
+    /// KV heads on this rank; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Multiplies q·k.
+    pub scale: f32,
+    /// `Some(w)`: position `p` sees positions `(p - w, p]` only.
+    pub window: Option<usize>,
+    /// Which cache group's tables and slots to use.
+    pub group_idx: usize,
+    /// Which pool tensor holds this layer.
+    pub layer_in_group: usize,
+}
+
+/// A device. One instance a rank; ops of one instance are called by one thread at a time.
+pub trait Backend: Send + Sync {
+    /// Description, kernels picked, memory.
+    fn info(&self) -> DeviceInfo;
+
+    /// Takes a weight. `read` fills the stored bytes of `num_rows` rows from `first_row` into the
+    /// slice it is given; it is called for ascending, disjoint row ranges covering all rows, so that
+    /// a backend may repack in pieces. Refuses dtypes and sizes it has no kernel for, by name.
+    fn load_weight(
+        &self,
+        desc: WeightDesc,
+        read: &mut dyn FnMut(usize, usize, &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Result<Weight, BackendError>;
+
+    /// A small f32 vector `[1, n]` that lives as long as the model (norm weights, biases).
+    fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError>;
+
+    /// An f32 workspace tensor, contents undefined; recycled on drop. Allocates only while warming up.
+    fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError>;
+
+    /// Bytes the workspace holds now, and how often it had to grow since start.
+    fn workspace(&self) -> (usize, u64);
+
+    /// Allocates a zeroed pool.
+    fn alloc_kv(&self, spec: &KvPoolSpec) -> Result<KvPool, BackendError>;
+
+    /// Copies whole blocks over all pool tensors, in order.
+    fn copy_blocks(&self, kv: &mut KvPool, copies: &[BlockCopy]) -> Result<(), BackendError>;
+
+    /// Makes the step's layout readable by the device. Checks it: monotone `query_start`, every slot
+    /// and block inside the pool. The only place where batch metadata is validated.
+    fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError>;
+
+    /// Brackets a forward: wakes the threads (or opens a stream section). Ops outside work, slower.
+    fn begin_forward(&self);
+
+    /// Ends what `begin_forward` began.
+    fn end_forward(&self);
+
+    /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.
+    fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError>;
+
+    /// `out = x / rms(x) * weight`, row by row; `weight` `[1, cols]`. `x` and `out` `[rows, cols]`.
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError>;
+
+    /// `residual += x`, then `out = rms_norm(residual)`. All `[rows, cols]`.
+    fn add_rms_norm(
+        &self,
+        residual: &mut Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// `residual += x`. Both `[rows, cols]`.
+    fn add(&self, residual: &mut Tensor, x: &Tensor) -> Result<(), BackendError>;
+
+    /// `part.out = x · part.weightᵀ (+ bias)` for every part; `x` `[T, C]` is quantised once for all.
+    fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError>;
+
+    /// Rotates the first `2 * inv_freq.len()` elements of every head of `x` `[T, heads * E]` in place.
+    fn rope(&self, x: &mut Tensor, head_dim: usize, table: &RopeTable, batch: &DeviceBatch)
+    -> Result<(), BackendError>;
+
+    /// Writes `k` and `v` `[T, K * E]` to the slots of `params.group_idx`.
+    fn kv_write(
+        &self,
+        k: &Tensor,
+        v: &Tensor,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<(), BackendError>;
+
+    /// Causal attention of `q` `[T, H * E]` over the cached blocks where they lie (this step's
+    /// tokens are already written). `out` `[T, H * E]`.
+    fn attention(
+        &self,
+        q: &Tensor,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &KvPool,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// `out = act(gate) * up`, element by element; `out` may not alias. All `[T, F]`.
+    fn gated_activation(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        act: Activation,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// `out[i] = x[rows[i]]`.
+    fn gather_rows(&self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), BackendError>;
+
+    /// `x *= scale` (granite's multipliers, gemma's embedding scale when not folded).
+    fn scale(&self, x: &mut Tensor, scale: f32) -> Result<(), BackendError>;
+
+    /// `x = cap * tanh(x / cap)`.
+    fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError>;
+
+    /// Copies `x` to the host, row-major, into `out` (`rows * cols` long). Waits for the device.
+    fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError>;
+
+    /// Calls `visit(row_index, row)` for each row of `x` in place where the device shares memory with
+    /// the host, else over a staging copy. Rows may be visited on several threads at once.
+    fn for_each_row(&self, x: &mut Tensor, visit: &(dyn Fn(usize, &mut [f32]) + Sync)) -> Result<(), BackendError>;
+
+    /// Fills `x` from the host.
+    fn from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError>;
+}

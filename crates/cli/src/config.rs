@@ -1,0 +1,226 @@
+//! From what was typed to what is valid: each room's immutable part of the configuration. Every message
+//! names the key.
+
+use crate::settings::{EngineSettings, ServerSettings};
+use anyhow::{Context, Result, bail};
+use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
+use pagemill_engine::EngineConfig;
+use pagemill_scheduler::KvLayout;
+
+/// The parts of a valid configuration that concern model and engine.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The engine's part.
+    pub engine: EngineConfig,
+    /// The device's part.
+    pub cpu: CpuConfig,
+}
+
+/// Validates the engine's settings.
+///
+/// # Errors
+/// One sentence naming the key.
+pub fn engine_config(settings: EngineSettings) -> Result<Config> {
+    single(settings.tensor_parallel, "tensor_parallel")?;
+    single(settings.pipeline_parallel, "pipeline_parallel")?;
+    if let Some(q) = settings.quantization.as_deref()
+        && !["as-stored", "as_stored", "none"].contains(&q)
+    {
+        bail!("quantization = {q}: this version runs weights as they are stored (as-stored)");
+    }
+    if let Some(device) = settings.device.as_deref()
+        && device != "cpu"
+        && device != "auto"
+    {
+        bail!("device = {device}: this version runs on cpu");
+    }
+    let defaults = EngineConfig::default();
+    let engine = EngineConfig {
+        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?,
+        max_seq_len: positive(settings.max_seq_len, "max_seq_len")?,
+        max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?,
+        prefill_chunk_size: positive(settings.prefill_chunk_size, "prefill_chunk_size")?
+            .unwrap_or(defaults.prefill_chunk_size),
+        continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
+        block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
+        kv_dtype: kv_dtype(settings.kv_dtype.as_deref())?,
+        kv_layout: kv_layout(settings.kv_layout.as_deref())?,
+        kv_cache_bytes: settings.kv_cache_bytes.as_deref().map(|s| parse_bytes(s, "kv_cache_bytes")).transpose()?,
+        prefix_cache: settings.prefix_cache.unwrap_or(defaults.prefix_cache),
+        max_waiting: positive(settings.max_waiting, "max_waiting")?.unwrap_or(defaults.max_waiting),
+        ..defaults
+    };
+    if let (Some(tokens), Some(batch)) = (engine.max_batch_tokens, engine.max_batch_size)
+        && tokens < batch
+    {
+        bail!("max_batch_tokens = {tokens}: must be at least max_batch_size ({batch})");
+    }
+    let cpu = CpuConfig {
+        num_threads: positive(settings.threads, "threads")?,
+        activations: activations(settings.activations.as_deref())?,
+        isa: isa(settings.isa.as_deref())?,
+        ..CpuConfig::default()
+    };
+    Ok(Config { engine, cpu })
+}
+
+fn single(value: Option<usize>, key: &str) -> Result<()> {
+    match value {
+        None | Some(1) => Ok(()),
+        Some(n) => bail!("{key} = {n}: this version runs on one rank (1)"),
+    }
+}
+
+fn positive(value: Option<usize>, key: &str) -> Result<Option<usize>> {
+    if value == Some(0) {
+        bail!("{key} = 0: must be at least 1");
+    }
+    Ok(value)
+}
+
+fn block_size(value: usize) -> Result<usize> {
+    if [16, 32, 64, 128, 256].contains(&value) {
+        return Ok(value);
+    }
+    bail!("block_size = {value}: must be 16, 32, 64, 128 or 256")
+}
+
+fn kv_dtype(text: Option<&str>) -> Result<DType> {
+    match text {
+        None | Some("f16" | "auto" | "float16") => Ok(DType::F16),
+        Some("f32" | "float32") => Ok(DType::F32),
+        Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32"),
+    }
+}
+
+fn kv_layout(text: Option<&str>) -> Result<KvLayout> {
+    match text {
+        None | Some("paged") => Ok(KvLayout::Paged),
+        Some("contiguous") => Ok(KvLayout::Contiguous),
+        Some(other) => bail!("kv_layout = {other}: must be paged or contiguous"),
+    }
+}
+
+fn activations(text: Option<&str>) -> Result<ActivationMode> {
+    match text {
+        None | Some("int8") => Ok(ActivationMode::Int8),
+        Some("f32") => Ok(ActivationMode::F32),
+        Some(other) => bail!("activations = {other}: must be int8 or f32"),
+    }
+}
+
+fn isa(text: Option<&str>) -> Result<Option<Isa>> {
+    match text {
+        None | Some("auto") => Ok(None),
+        Some(name) => {
+            let names = || Isa::ALL.map(Isa::name).join(", ");
+            let isa = Isa::ALL.into_iter().find(|i| i.name() == name);
+            let isa = isa.with_context(|| format!("isa = {name}: must be auto or one of {}", names()))?;
+            if !isa.is_available() {
+                bail!("isa = {name}: this machine cannot run it; the best it has is {}", Isa::detect().name());
+            }
+            Ok(Some(isa))
+        }
+    }
+}
+
+/// Reads `512`, `512KiB`, `1.5GiB`, `2GB` as bytes.
+///
+/// # Errors
+/// One sentence naming `key`.
+pub fn parse_bytes(text: &str, key: &str) -> Result<u64> {
+    let trimmed = text.trim();
+    let split = trimmed.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(trimmed.len());
+    let (number, unit) = trimmed.split_at(split);
+    let factor: f64 = match unit.trim().to_ascii_lowercase().as_str() {
+        "" | "b" => 1.0,
+        "k" | "kib" => 1024.0,
+        "kb" => 1e3,
+        "m" | "mib" => 1_048_576.0,
+        "mb" => 1e6,
+        "g" | "gib" => 1_073_741_824.0,
+        "gb" => 1e9,
+        "t" | "tib" => 1_099_511_627_776.0,
+        _ => bail!("{key} = {text}: unknown unit; write bytes, KiB, MiB or GiB"),
+    };
+    let value: f64 = number.parse().with_context(|| format!("{key} = {text}: not a size"))?;
+    let bytes = value * factor;
+    if !(1.0..=1e18).contains(&bytes) {
+        bail!("{key} = {text}: must lie between 1 byte and 1e18 bytes");
+    }
+    #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // range checked above
+    Ok(bytes as u64)
+}
+
+/// The server's settings with defaults filled in.
+#[derive(Clone, Debug)]
+pub struct ServeConfig {
+    /// Address.
+    pub host: String,
+    /// Port; 0 picks one.
+    pub port: u16,
+    /// Keys; empty: none needed.
+    pub api_keys: Vec<String>,
+    /// CORS origins; empty: no CORS.
+    pub cors_origins: Vec<String>,
+    /// Seconds for running answers after SIGTERM.
+    pub drain_timeout_s: u64,
+    /// Seconds between SSE comments; `None`: none.
+    pub sse_keep_alive_s: Option<u64>,
+}
+
+/// Validates the server's settings.
+///
+/// # Errors
+/// One sentence naming the key.
+pub fn serve_config(settings: &ServerSettings) -> Result<ServeConfig> {
+    let api_keys = settings.api_key.clone().unwrap_or_default();
+    if api_keys.iter().any(String::is_empty) {
+        bail!("api_key: an empty key would let everybody in; leave the flag out to need no key");
+    }
+    Ok(ServeConfig {
+        host: settings.host.clone().unwrap_or_else(|| "127.0.0.1".to_owned()),
+        port: settings.port.unwrap_or(8000),
+        api_keys,
+        cors_origins: settings.cors_origin.clone().unwrap_or_default(),
+        drain_timeout_s: settings.drain_timeout.unwrap_or(60),
+        sse_keep_alive_s: settings.sse_keep_alive.filter(|&s| s > 0),
+    })
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_read_with_units() {
+        for (text, bytes) in [("512", 512), ("1KiB", 1024), ("1.5 GiB", 1_610_612_736), ("2GB", 2_000_000_000)] {
+            assert_eq!(parse_bytes(text, "k").unwrap(), bytes, "{text}");
+        }
+        for text in ["", "GiB", "1XB", "-5", "0", "1e30", "1..2"] {
+            let message = format!("{:#}", parse_bytes(text, "kv_cache_bytes").unwrap_err());
+            assert!(message.contains("kv_cache_bytes"), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn every_refusal_names_its_key() {
+        let cases = [
+            (EngineSettings { block_size: Some(17), ..Default::default() }, "block_size"),
+            (EngineSettings { kv_dtype: Some("int3".into()), ..Default::default() }, "kv_dtype"),
+            (EngineSettings { kv_layout: Some("heap".into()), ..Default::default() }, "kv_layout"),
+            (EngineSettings { max_batch_size: Some(0), ..Default::default() }, "max_batch_size"),
+            (EngineSettings { tensor_parallel: Some(2), ..Default::default() }, "tensor_parallel"),
+            (EngineSettings { activations: Some("f8".into()), ..Default::default() }, "activations"),
+            (EngineSettings { isa: Some("sse9".into()), ..Default::default() }, "isa"),
+            (EngineSettings { device: Some("tpu".into()), ..Default::default() }, "device"),
+            (EngineSettings { quantization: Some("int1".into()), ..Default::default() }, "quantization"),
+        ];
+        for (settings, key) in cases {
+            let message = format!("{:#}", engine_config(settings).unwrap_err());
+            assert!(message.starts_with(key), "{key}: {message}");
+        }
+        assert!(engine_config(EngineSettings::default()).is_ok());
+    }
+}

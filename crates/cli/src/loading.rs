@@ -1,0 +1,100 @@
+//! Puts the parts together: MODEL → checkpoint → device → engine (and text). Shows progress and the memory
+//! that was taken.
+
+use crate::config::Config;
+use crate::models;
+use anyhow::{Context, Result};
+use indicatif::{HumanBytes, ProgressBar};
+use pagemill_backend::{Backend, CpuBackend};
+use pagemill_engine::{EngineHandle, MemoryPlan, build_engine};
+use pagemill_formats::Checkpoint;
+use pagemill_model::ModelSpec;
+use pagemill_server::TextAssets;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What loading prints (to standard error).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Show {
+    /// A progress bar while weights are read.
+    Progress,
+    /// The bar, and the memory plan.
+    Memory,
+    /// Nothing, for benches.
+    Nothing,
+}
+
+/// A running engine.
+pub struct LoadedEngine {
+    /// The way in.
+    pub handle: EngineHandle,
+    /// Shapes.
+    pub spec: ModelSpec,
+    /// Memory and limits.
+    pub plan: MemoryPlan,
+    /// The device's description.
+    pub device: String,
+}
+
+/// A running engine and everything about text.
+pub struct LoadedModel {
+    /// The engine.
+    pub engine: LoadedEngine,
+    /// Tokenizer, template, defaults.
+    pub text: TextAssets,
+}
+
+/// Shapes and limits of the model at `path`, without loading weights.
+///
+/// # Errors
+/// The file, field or tensor that is wrong.
+pub fn read_spec(path: &Path) -> Result<ModelSpec> {
+    let checkpoint = Checkpoint::open(path)?;
+    Ok(pagemill_model::read_spec(&checkpoint)?)
+}
+
+/// Loads MODEL and starts its engine.
+///
+/// # Errors
+/// One sentence about what cannot be found, read or fitted.
+pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
+    let path = models::resolve(model)?;
+    let checkpoint = Checkpoint::open(&path)?;
+    start(&checkpoint, config, show)
+}
+
+/// Loads MODEL with tokenizer and template.
+///
+/// # Errors
+/// As [`load_engine`].
+pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedModel> {
+    let path = models::resolve(model)?;
+    let checkpoint = Checkpoint::open(&path)?;
+    // The vocabulary and the weights are independent of each other: both at once.
+    std::thread::scope(|scope| {
+        let text = scope.spawn(|| TextAssets::from_checkpoint(&checkpoint));
+        let engine = start(&checkpoint, config, show)?;
+        let text = text.join().map_err(|_| anyhow::anyhow!("loading the tokenizer failed"))??;
+        Ok(LoadedModel { engine, text })
+    })
+}
+
+fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedEngine> {
+    let backend = CpuBackend::new(config.cpu.clone()).context("starting the CPU device")?;
+    let device = backend.info().description;
+    let backend: Arc<dyn Backend> = Arc::new(backend);
+    let bar = match show {
+        Show::Nothing => ProgressBar::hidden(),
+        Show::Progress | Show::Memory => models::pull::byte_bar(0, "loading weights"),
+    };
+    let built = build_engine(checkpoint, backend, &config.engine, &|progress| {
+        bar.set_length(progress.bytes_total);
+        bar.set_position(progress.bytes_done);
+    })?;
+    bar.finish_and_clear();
+    if show == Show::Memory {
+        eprintln!("{} on {device}, {} of weights", built.spec.architecture, HumanBytes(built.plan.weight_bytes));
+        eprintln!("{}", built.plan);
+    }
+    Ok(LoadedEngine { handle: EngineHandle::spawn(built.engine), spec: built.spec, plan: built.plan, device })
+}

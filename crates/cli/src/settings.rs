@@ -1,0 +1,222 @@
+//! What a person typed: flags, `PAGEMILL_*` variables and TOML keys, which share their names. Flags win
+//! over variables, variables over the file. Nothing is validated here beyond its syntax: that is
+//! [`crate::config`]'s work.
+
+use clap::Args;
+use serde::Deserialize;
+use std::path::{Path, PathBuf};
+
+/// Settings of the engine, with the names that other engines use accepted as aliases.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct EngineSettings {
+    /// Sequences in one step at most [default: derived from memory]
+    #[arg(long, env = "PAGEMILL_MAX_BATCH_SIZE", visible_aliases = ["max-num-seqs", "parallel"], value_name = "N")]
+    pub max_batch_size: Option<usize>,
+    /// Tokens in a sequence at most [default: the model's]
+    #[arg(long, env = "PAGEMILL_MAX_SEQ_LEN", visible_aliases = ["max-model-len", "ctx-size"], value_name = "TOKENS")]
+    pub max_seq_len: Option<usize>,
+    /// Tokens in one step at most [default: derived]
+    #[arg(long, env = "PAGEMILL_MAX_BATCH_TOKENS", visible_alias = "max-num-batched-tokens", value_name = "TOKENS")]
+    pub max_batch_tokens: Option<usize>,
+    /// Prompt tokens of one request in one step at most [default: 512]
+    #[arg(long, env = "PAGEMILL_PREFILL_CHUNK_SIZE", visible_alias = "ubatch-size", value_name = "TOKENS")]
+    pub prefill_chunk_size: Option<usize>,
+    /// `false` runs classic static batches: the baseline that benches compare with [default: true]
+    #[arg(long, env = "PAGEMILL_CONTINUOUS_BATCHING", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    pub continuous_batching: Option<bool>,
+    /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16]
+    #[arg(long, env = "PAGEMILL_BLOCK_SIZE", value_name = "TOKENS")]
+    pub block_size: Option<usize>,
+    /// KV element type: f16 or f32 [default: f16]
+    #[arg(long, env = "PAGEMILL_KV_DTYPE", visible_alias = "kv-cache-dtype", value_name = "TYPE")]
+    pub kv_dtype: Option<String>,
+    /// `paged`, or `contiguous`: reserve max_seq_len for each sequence, as a baseline [default: paged]
+    #[arg(long, env = "PAGEMILL_KV_LAYOUT", value_name = "LAYOUT")]
+    pub kv_layout: Option<String>,
+    /// Bytes of the KV pool, such as 512MiB [default: measured]
+    #[arg(long, env = "PAGEMILL_KV_CACHE_BYTES", visible_alias = "kv-cache-memory-bytes", value_name = "BYTES")]
+    pub kv_cache_bytes: Option<String>,
+    /// Share finished prompts between requests [default: true]
+    #[arg(long, env = "PAGEMILL_PREFIX_CACHE", visible_alias = "enable-prefix-caching", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    pub prefix_cache: Option<bool>,
+    /// The same as --prefix-cache=false
+    #[arg(long, hide = true)]
+    #[serde(skip)]
+    pub no_enable_prefix_caching: bool,
+    /// Requests waiting at most; more get 429 [default: 1024]
+    #[arg(long, env = "PAGEMILL_MAX_WAITING", value_name = "N")]
+    pub max_waiting: Option<usize>,
+    /// Ranks that share each layer (1 in this version)
+    #[arg(long, env = "PAGEMILL_TENSOR_PARALLEL", visible_alias = "tensor-parallel-size", value_name = "N")]
+    pub tensor_parallel: Option<usize>,
+    /// Stages that share the layers out (1 in this version)
+    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "N")]
+    pub pipeline_parallel: Option<usize>,
+    /// Weight type to convert to; only `as-stored` in this version
+    #[arg(long, env = "PAGEMILL_QUANTIZATION", value_name = "TYPE")]
+    pub quantization: Option<String>,
+    /// Compute threads [default: the cores this process may use]
+    #[arg(short = 't', long, env = "PAGEMILL_THREADS", value_name = "N")]
+    pub threads: Option<usize>,
+    /// What quantised weights are multiplied with: int8, or f32 (exact, slower) [default: int8]
+    #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
+    pub activations: Option<String>,
+    /// Instruction set: auto, scalar, avx2, avx512-vnni or avx512-amx [default: auto]
+    #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
+    pub isa: Option<String>,
+    /// Where the model runs: cpu in this version [default: cpu]
+    #[arg(long, env = "PAGEMILL_DEVICE", value_name = "DEVICE")]
+    pub device: Option<String>,
+}
+
+/// Settings of the server.
+#[derive(Args, Clone, Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ServerSettings {
+    /// Address to listen on [default: 127.0.0.1]
+    #[arg(long, env = "PAGEMILL_HOST")]
+    pub host: Option<String>,
+    /// Port to listen on; 0 picks a free one [default: 8000]
+    #[arg(long, env = "PAGEMILL_PORT")]
+    pub port: Option<u16>,
+    /// Key that clients must send; may be given several times
+    #[arg(long, env = "PAGEMILL_API_KEY", value_name = "KEY", hide_env_values = true)]
+    pub api_key: Option<Vec<String>>,
+    /// Web origin allowed by CORS (`*` for all); may be given several times [default: none]
+    #[arg(long, env = "PAGEMILL_CORS_ORIGIN", value_name = "ORIGIN", visible_alias = "allowed-origins")]
+    pub cors_origin: Option<Vec<String>>,
+    /// Name under which the model is served [default: MODEL's]
+    #[arg(long, env = "PAGEMILL_SERVED_MODEL_NAME", visible_alias = "alias", value_name = "NAME")]
+    pub served_model_name: Option<String>,
+    /// Seconds that running answers get to finish after SIGTERM [default: 60]
+    #[arg(long, env = "PAGEMILL_DRAIN_TIMEOUT", value_name = "SECONDS")]
+    pub drain_timeout: Option<u64>,
+    /// Seconds between comments on a silent stream; 0: none [default: 0]
+    #[arg(long, env = "PAGEMILL_SSE_KEEP_ALIVE", value_name = "SECONDS")]
+    pub sse_keep_alive: Option<u64>,
+}
+
+/// The TOML file: one flat table with the flags' names, underscores for dashes.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+struct File {
+    model: Option<String>,
+    #[serde(flatten)]
+    rest: toml::Table,
+}
+
+/// Everything a file may set.
+#[derive(Debug, Default)]
+pub struct FileSettings {
+    /// `model = "..."`.
+    pub model: Option<String>,
+    /// The engine's keys.
+    pub engine: EngineSettings,
+    /// The server's keys.
+    pub server: ServerSettings,
+}
+
+/// What is wrong with a settings file.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)] // the fields are what the variant names
+pub enum SettingsError {
+    /// It cannot be read.
+    #[error("{path}: {source}")]
+    Read { path: PathBuf, source: std::io::Error },
+    /// It is no TOML, or a key has the wrong type, or a key is unknown.
+    #[error("{path}: {detail}")]
+    Content { path: PathBuf, detail: String },
+}
+
+/// Reads a settings file. Unknown keys are refused by name.
+///
+/// # Errors
+/// [`SettingsError`] naming the file and the key.
+pub fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
+    let text = std::fs::read_to_string(path).map_err(|source| SettingsError::Read { path: path.to_owned(), source })?;
+    parse_file(&text).map_err(|detail| SettingsError::Content { path: path.to_owned(), detail })
+}
+
+fn parse_file(text: &str) -> Result<FileSettings, String> {
+    let file: File = toml::from_str(text).map_err(|e| e.to_string().trim_end().to_owned())?;
+    let server_keys = [
+        "host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive",
+    ];
+    let (server, engine): (toml::Table, toml::Table) =
+        file.rest.into_iter().partition(|(key, _)| server_keys.contains(&key.as_str()));
+    let read_error = |e: toml::de::Error| e.message().to_owned();
+    Ok(FileSettings {
+        model: file.model,
+        engine: EngineSettings::deserialize(engine).map_err(read_error)?,
+        server: ServerSettings::deserialize(server).map_err(read_error)?,
+    })
+}
+
+impl EngineSettings {
+    /// `self` where set, else `file`.
+    #[must_use]
+    pub fn or(self, file: Self) -> Self {
+        Self {
+            max_batch_size: self.max_batch_size.or(file.max_batch_size),
+            max_seq_len: self.max_seq_len.or(file.max_seq_len),
+            max_batch_tokens: self.max_batch_tokens.or(file.max_batch_tokens),
+            prefill_chunk_size: self.prefill_chunk_size.or(file.prefill_chunk_size),
+            continuous_batching: self.continuous_batching.or(file.continuous_batching),
+            block_size: self.block_size.or(file.block_size),
+            kv_dtype: self.kv_dtype.or(file.kv_dtype),
+            kv_layout: self.kv_layout.or(file.kv_layout),
+            kv_cache_bytes: self.kv_cache_bytes.or(file.kv_cache_bytes),
+            prefix_cache: self.prefix_cache.or(self.no_enable_prefix_caching.then_some(false)).or(file.prefix_cache),
+            no_enable_prefix_caching: self.no_enable_prefix_caching,
+            max_waiting: self.max_waiting.or(file.max_waiting),
+            tensor_parallel: self.tensor_parallel.or(file.tensor_parallel),
+            pipeline_parallel: self.pipeline_parallel.or(file.pipeline_parallel),
+            quantization: self.quantization.or(file.quantization),
+            threads: self.threads.or(file.threads),
+            activations: self.activations.or(file.activations),
+            isa: self.isa.or(file.isa),
+            device: self.device.or(file.device),
+        }
+    }
+}
+
+impl ServerSettings {
+    /// `self` where set, else `file`.
+    #[must_use]
+    pub fn or(self, file: Self) -> Self {
+        Self {
+            host: self.host.or(file.host),
+            port: self.port.or(file.port),
+            api_key: self.api_key.or(file.api_key),
+            cors_origin: self.cors_origin.or(file.cors_origin),
+            served_model_name: self.served_model_name.or(file.served_model_name),
+            drain_timeout: self.drain_timeout.or(file.drain_timeout),
+            sse_keep_alive: self.sse_keep_alive.or(file.sse_keep_alive),
+        }
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_sets_what_flags_leave_open() {
+        let file = parse_file("model = \"m.gguf\"\nblock_size = 32\nport = 9000\nkv_dtype = \"f32\"\n").unwrap();
+        assert_eq!(file.model.as_deref(), Some("m.gguf"));
+        let merged = EngineSettings { block_size: Some(64), ..Default::default() }.or(file.engine);
+        assert_eq!((merged.block_size, merged.kv_dtype.as_deref()), (Some(64), Some("f32")));
+        assert_eq!(ServerSettings::default().or(file.server).port, Some(9000));
+    }
+
+    #[test]
+    fn unknown_keys_and_wrong_types_are_named() {
+        let unknown = parse_file("blok_size = 32\n").unwrap_err();
+        assert!(unknown.contains("blok_size"), "{unknown}");
+        let wrong = parse_file("port = \"high\"\n").unwrap_err();
+        assert!(wrong.contains("invalid type"), "{wrong}");
+        assert!(parse_file("port = ").is_err());
+    }
+}

@@ -1,0 +1,314 @@
+//! `InferenceEngine`: one step at a time. Decides when plans are made, run and told; which tokens run
+//! is the scheduler's decision, how they are computed the executor's. Knows no thread and no text.
+
+use crate::clock::MonotonicClock;
+use crate::executor::StartedRequest;
+use crate::handle::EngineStatus;
+use crate::pipeline::PipelineExecutor;
+use crate::request::LiveRequest;
+use crate::{EngineError, EngineEvent, Executor, Request, StepInput, SubmitError, UnifiedMemoryAllocator};
+use pagemill_scheduler::{
+    DynamicBatchScheduler, Event, PagedKvCache, RequestId, RequestSpec, SequenceId, StepPlan, Time,
+};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+/// The engine. Owned by one thread; generic so that the simulator can drive it with a fake executor.
+pub struct InferenceEngine<E: Executor = PipelineExecutor> {
+    scheduler: DynamicBatchScheduler,       // which tokens run next
+    kv_cache: PagedKvCache,                 // which block holds which tokens
+    executor: E,                            // runs a plan on every rank
+    memory_manager: UnifiedMemoryAllocator, // owns every device byte
+    requests: BTreeMap<RequestId, LiveRequest>,
+    next_id: u64,
+    /// What the executor hears with the next plan.
+    ended: Vec<RequestId>,
+    ended_sequences: Vec<SequenceId>,
+    in_flight: usize,
+    checks: IntegrityChecks,
+    counters: Counters,
+}
+
+/// When `check_integrity` runs.
+#[derive(Clone, Copy, Debug, Default)]
+struct IntegrityChecks {
+    every_step: bool,
+    /// Blocks moved since the last check.
+    due: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Counters {
+    steps: u64,
+    aborted: u64,
+    schedule_us: u64,
+    execute_us: u64,
+}
+
+impl<E: Executor> InferenceEngine<E> {
+    /// Joins the four parts. The KV cache's integrity is proved whenever the engine falls idle.
+    #[must_use]
+    pub fn new(
+        scheduler: DynamicBatchScheduler,
+        kv_cache: PagedKvCache,
+        executor: E,
+        memory_manager: UnifiedMemoryAllocator,
+    ) -> Self {
+        Self {
+            scheduler,
+            kv_cache,
+            executor,
+            memory_manager,
+            requests: BTreeMap::new(),
+            next_id: 1,
+            ended: Vec::new(),
+            ended_sequences: Vec::new(),
+            in_flight: 0,
+            checks: IntegrityChecks::default(),
+            counters: Counters::default(),
+        }
+    }
+
+    /// Proves the KV cache's integrity after every step as well (tests; cost linear in blocks).
+    #[must_use]
+    pub fn checked_every_step(mut self) -> Self {
+        self.checks.every_step = true;
+        self
+    }
+
+    /// Queues a request.
+    ///
+    /// # Errors
+    /// Why it was not taken; its sink hears nothing.
+    pub fn submit(&mut self, request: Request, now: Time) -> Result<RequestId, SubmitError> {
+        let id = RequestId(self.next_id);
+        let prompt: Arc<[u32]> = request.prompt.as_slice().into();
+        let spec = RequestSpec {
+            id,
+            prompt: request.prompt,
+            max_tokens: request.max_tokens,
+            min_tokens: request.sampling.min_tokens,
+            stop_token_ids: request.sampling.stop_token_ids.clone(),
+            n: request.n,
+            priority: request.priority,
+            cache_salt: request.cache_salt,
+            prompt_logprobs: request.sampling.prompt_logprobs.is_some(),
+            arrival: now,
+        };
+        self.scheduler.submit(spec, &self.kv_cache)?;
+        self.next_id += 1;
+        let live = LiveRequest::new(prompt, Arc::new(request.sampling), request.n, request.sink);
+        self.requests.insert(id, live);
+        Ok(id)
+    }
+
+    /// Ends a request and frees its blocks (when no step in flight reads them). Its sink hears nothing
+    /// more. Unknown ids are ignored: it may just have ended.
+    pub fn abort(&mut self, id: RequestId) {
+        if let Some(request) = self.requests.remove(&id) {
+            self.scheduler.abort(id, &mut self.kv_cache);
+            self.checks.due = true;
+            if request.started {
+                self.ended.push(id);
+            }
+        }
+    }
+
+    /// Ends one choice: the server found its stop string. No event comes for it any more. Before the
+    /// request's first token its choices are still one, so this ends all of them.
+    pub fn finish_sequence(&mut self, id: SequenceId) {
+        let Some(request) = self.requests.get_mut(&id.request) else {
+            return;
+        };
+        if !request.end_choice(id.choice) {
+            return;
+        }
+        if !request.is_live() || !request.has_tokens() {
+            self.abort(id.request);
+        } else {
+            self.scheduler.finish_sequence(id, &mut self.kv_cache);
+            self.checks.due = true;
+            self.ended_sequences.push(id);
+        }
+    }
+
+    /// Runs one step: schedule, submit, collect, apply, deliver. Returns whether anything ran.
+    ///
+    /// # Errors
+    /// A lost device or a broken invariant: the engine must stop.
+    pub fn step(&mut self, now: Time) -> Result<bool, EngineError> {
+        self.reap_closed();
+        self.submit_plans(now)?;
+        if self.in_flight == 0 {
+            self.check_integrity_if(!self.scheduler.has_work())?;
+            return Ok(false);
+        }
+        let clock = MonotonicClock::start();
+        let output = self.executor.collect()?;
+        self.in_flight -= 1;
+        self.counters.execute_us += clock.now_us();
+        let events = self.scheduler.apply(&mut self.kv_cache, output, now);
+        self.counters.steps += 1;
+        self.checks.due = true;
+        self.deliver(events)?;
+        self.check_integrity_if(self.checks.every_step || !self.scheduler.has_work())?;
+        Ok(true)
+    }
+
+    /// Hands the executor as many plans as it takes at once.
+    fn submit_plans(&mut self, now: Time) -> Result<(), EngineError> {
+        while self.in_flight < self.executor.max_in_flight() {
+            let clock = MonotonicClock::start();
+            let plan = self.scheduler.schedule(&mut self.kv_cache, now);
+            let input = if plan.is_empty() {
+                None
+            } else {
+                Some(self.step_input(plan)?)
+            };
+            let scheduled_us = clock.now_us();
+            self.counters.schedule_us += scheduled_us;
+            let Some(input) = input else { break };
+            self.executor.submit(input)?;
+            self.counters.execute_us += clock.now_us() - scheduled_us;
+            self.in_flight += 1;
+        }
+        Ok(())
+    }
+
+    /// The plan with what the ranks need to hear beside it.
+    fn step_input(&mut self, plan: StepPlan) -> Result<StepInput, EngineError> {
+        let mut started = Vec::new();
+        for sequence in &plan.sequences {
+            let id = sequence.id.request;
+            let request = self.requests.get_mut(&id).ok_or_else(|| {
+                EngineError::Internal(format!("step {} plans request {}, which is not live", plan.step, id.0))
+            })?;
+            if !std::mem::replace(&mut request.started, true) {
+                started.push(StartedRequest {
+                    id,
+                    prompt: Arc::clone(&request.prompt),
+                    sampling: Arc::clone(&request.sampling),
+                });
+            }
+        }
+        Ok(StepInput {
+            plan,
+            started,
+            ended: std::mem::take(&mut self.ended),
+            ended_sequences: std::mem::take(&mut self.ended_sequences),
+        })
+    }
+
+    /// Aborts requests whose listeners are gone.
+    fn reap_closed(&mut self) {
+        let closed: Vec<RequestId> = self
+            .requests
+            .iter()
+            .filter(|(_, request)| request.sink.is_closed())
+            .map(|(&id, _)| id)
+            .collect();
+        self.abort_unheard(closed);
+    }
+
+    fn abort_unheard(&mut self, ids: impl IntoIterator<Item = RequestId>) {
+        for id in ids {
+            self.counters.aborted += 1;
+            self.abort(id);
+        }
+    }
+
+    /// Tells sinks what happened; a sink that does not take its event loses its request.
+    fn deliver(&mut self, events: Vec<Event>) -> Result<(), EngineError> {
+        let mut unheard = BTreeSet::new();
+        for event in events {
+            let (id, finished) = match &event {
+                Event::Token { id, .. } | Event::PromptLogprobs { id, .. } => (*id, false),
+                Event::Finished { id, .. } => (*id, true),
+            };
+            let request = self.requests.get_mut(&id.request).ok_or_else(|| {
+                EngineError::Internal(format!("an event names request {}, which is not live", id.request.0))
+            })?;
+            if matches!(event, Event::Token { .. })
+                && !request.has_tokens()
+                && let Some(cached_tokens) = self.scheduler.num_cached_tokens(id)
+            {
+                request.sink.prompt_computed(cached_tokens);
+            }
+            let event = request.record(event);
+            if !unheard.contains(&id.request) && request.sink.send(event).is_err() && request.is_live() {
+                unheard.insert(id.request);
+            }
+            if finished {
+                if request.is_live() {
+                    self.ended_sequences.push(id);
+                } else {
+                    self.requests.remove(&id.request);
+                    unheard.remove(&id.request);
+                    self.ended.push(id.request);
+                }
+            }
+        }
+        self.abort_unheard(unheard);
+        Ok(())
+    }
+
+    fn check_integrity_if(&mut self, now: bool) -> Result<(), EngineError> {
+        if now && self.checks.due {
+            self.checks.due = false;
+            self.kv_cache
+                .check_integrity()
+                .map_err(|error| EngineError::Internal(error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// Tells every live request that it ends because of us, and forgets it. For an engine that stops.
+    pub fn fail_all(&mut self, message: &str) {
+        for (_, mut request) in std::mem::take(&mut self.requests) {
+            // A listener that is gone needs no message.
+            let _ = request.sink.send(EngineEvent::Failed {
+                message: message.to_owned(),
+            });
+        }
+    }
+
+    /// Whether anything waits, runs or is in flight.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        self.in_flight > 0 || self.scheduler.has_work()
+    }
+
+    /// When to step again although `step` ran nothing. See [`DynamicBatchScheduler::next_wakeup`].
+    #[must_use]
+    pub fn next_wakeup(&self) -> Option<Time> {
+        self.scheduler.next_wakeup()
+    }
+
+    /// Gauges and counters. `stalled_for_us` and `stopped` are the handle's to fill in.
+    #[must_use]
+    pub fn status(&self) -> EngineStatus {
+        EngineStatus {
+            scheduler: self.scheduler.stats(),
+            kv_cache: self.kv_cache.stats(),
+            memory: *self.memory_manager.plan(),
+            steps: self.counters.steps,
+            aborted: self.counters.aborted,
+            schedule_us: self.counters.schedule_us,
+            execute_us: self.counters.execute_us,
+            workspace_grown: self.executor.workspace_grown(),
+            ..EngineStatus::default()
+        }
+    }
+
+    /// Gauges, counters and integrity, for tests and metrics.
+    #[must_use]
+    pub fn parts(&self) -> (&DynamicBatchScheduler, &PagedKvCache, &E, &UnifiedMemoryAllocator) {
+        (&self.scheduler, &self.kv_cache, &self.executor, &self.memory_manager)
+    }
+
+    /// Forgets every cached prefix that no sequence owns.
+    pub fn clear_prefix_cache(&mut self) {
+        self.kv_cache.clear_prefix_cache();
+        self.checks.due = true;
+    }
+}

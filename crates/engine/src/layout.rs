@@ -1,0 +1,186 @@
+//! From a plan to the ragged batch that attention reads: positions, slots and block tables, packed end
+//! to end. Pure arithmetic over vectors that are reused from step to step.
+//!
+//! ```text
+//! sequence s owns tokens  [query_start[s], query_start[s + 1])   of the batch
+//!                entries  [block_table_start[s], ..[s + 1])      of each group's block_table
+//! position p lives in     entry p / block_size, offset p % block_size
+//! ```
+
+use crate::EngineError;
+use pagemill_backend::BatchLayout;
+use pagemill_scheduler::{BlockId, ScheduledSequence};
+
+/// The batch being packed, with its token ids.
+#[derive(Debug, Default)]
+pub(crate) struct BatchBuilder {
+    /// `[T]`, aligned with `layout.positions`.
+    pub(crate) token_ids: Vec<u32>,
+    /// The rest of the batch.
+    pub(crate) layout: BatchLayout,
+}
+
+impl BatchBuilder {
+    /// Empties the batch, keeping its vectors.
+    pub(crate) fn clear(&mut self, num_groups: usize) {
+        self.token_ids.clear();
+        let layout = &mut self.layout;
+        layout.query_start.clear();
+        layout.query_start.push(0);
+        layout.seq_lens.clear();
+        layout.positions.clear();
+        layout.groups.resize_with(num_groups, Default::default);
+        for group in &mut layout.groups {
+            group.slot_mapping.clear();
+            group.block_table.clear();
+            group.block_table_start.clear();
+            group.block_table_start.push(0);
+        }
+    }
+
+    /// Tokens packed so far.
+    pub(crate) fn num_tokens(&self) -> usize {
+        self.token_ids.len()
+    }
+
+    /// Packs a sequence's tokens.
+    ///
+    /// # Errors
+    /// [`EngineError::Internal`] when the plan contradicts itself: wrong number of tables, a table that
+    /// does not cover its tokens, sizes beyond u32.
+    pub(crate) fn push(&mut self, sequence: &ScheduledSequence, block_size: usize) -> Result<(), EngineError> {
+        let len = sequence.token_ids.len();
+        if sequence.block_tables.len() != self.layout.groups.len() || len == 0 {
+            return Err(EngineError::Internal(format!(
+                "plan of {:?}: {} block tables for {} cache groups, {len} tokens",
+                sequence.id,
+                sequence.block_tables.len(),
+                self.layout.groups.len()
+            )));
+        }
+        self.token_ids.extend_from_slice(&sequence.token_ids);
+        for (group_idx, table) in sequence.block_tables.iter().enumerate() {
+            self.push_table(group_idx, table, sequence.start, len, block_size)
+                .map_err(|detail| {
+                    EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
+                })?;
+        }
+        self.push_positions(sequence.start, len)
+    }
+
+    /// Packs `len ≤ block_size` padding tokens as a sequence of their own that lives in `block`, in
+    /// every group: they read nothing but one another, and nobody reads them.
+    pub(crate) fn push_padding(&mut self, block: u32, len: usize, block_size: usize) -> Result<(), EngineError> {
+        self.token_ids.extend(std::iter::repeat_n(0, len));
+        for group_idx in 0..self.layout.groups.len() {
+            self.push_table(group_idx, &[BlockId(block)], 0, len, block_size)
+                .map_err(|detail| EngineError::Internal(format!("padding block {block}: {detail}")))?;
+        }
+        self.push_positions(0, len)
+    }
+
+    fn push_positions(&mut self, start: usize, len: usize) -> Result<(), EngineError> {
+        let (start, end) = (to_u32(start)?, to_u32(start + len)?);
+        self.layout.positions.extend(start..end);
+        self.layout.seq_lens.push(end);
+        self.layout.query_start.push(to_u32(self.layout.positions.len())?);
+        Ok(())
+    }
+
+    fn push_table(
+        &mut self,
+        group_idx: usize,
+        table: &[BlockId],
+        start: usize,
+        len: usize,
+        block_size: usize,
+    ) -> Result<(), String> {
+        let group = &mut self.layout.groups[group_idx];
+        for position in start..start + len {
+            let block = table.get(position / block_size).copied().unwrap_or(BlockId::NONE);
+            let slot = (block != BlockId::NONE)
+                .then(|| u64::from(block.0) * block_size as u64 + (position % block_size) as u64)
+                .and_then(|slot| u32::try_from(slot).ok())
+                .ok_or_else(|| format!("position {position} has no slot ({block:?})"))?;
+            group.slot_mapping.push(slot);
+        }
+        group.block_table.extend(table.iter().map(|block| block.0));
+        let end = u32::try_from(group.block_table.len()).map_err(|error| error.to_string())?;
+        group.block_table_start.push(end);
+        Ok(())
+    }
+}
+
+fn to_u32(value: usize) -> Result<u32, EngineError> {
+    u32::try_from(value).map_err(|_| EngineError::Internal(format!("{value} does not fit a batch's 32-bit index")))
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+    use pagemill_scheduler::{RequestId, SequenceId};
+
+    fn sequence(start: usize, tokens: &[u32], tables: &[&[u32]]) -> ScheduledSequence {
+        ScheduledSequence {
+            id: SequenceId {
+                request: RequestId(1),
+                choice: 0,
+            },
+            token_ids: tokens.to_vec(),
+            start,
+            block_tables: tables
+                .iter()
+                .map(|table| table.iter().map(|&b| BlockId(b)).collect())
+                .collect(),
+            sample: vec![],
+            prompt_logprobs: false,
+            num_padding: 0,
+        }
+    }
+
+    #[test]
+    fn packs_sequences_end_to_end() {
+        let mut batch = BatchBuilder::default();
+        for _ in 0..2 {
+            batch.clear(2);
+            batch
+                .push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16)
+                .unwrap_err();
+            batch.clear(2);
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16).unwrap();
+            batch
+                .push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16)
+                .unwrap();
+            batch.push_padding(11, 2, 16).unwrap();
+        }
+        assert_eq!(batch.token_ids, [7, 8, 9, 6, 0, 0]);
+        let layout = &batch.layout;
+        assert_eq!(layout.query_start, [0, 3, 4, 6]);
+        assert_eq!(layout.seq_lens, [18, 34, 2]);
+        assert_eq!(layout.positions, [15, 16, 17, 33, 0, 1]);
+        assert_eq!(
+            layout.groups[0].slot_mapping,
+            [4 * 16 + 15, 2 * 16, 2 * 16 + 1, 16 + 1, 11 * 16, 11 * 16 + 1]
+        );
+        assert_eq!(layout.groups[0].block_table, [4, 2, 9, 8, 1, 11]);
+        assert_eq!(layout.groups[1].block_table, [5, 3, u32::MAX, 7, 0, 11]);
+        assert_eq!(layout.groups[1].block_table_start, [0, 2, 5, 6]);
+    }
+
+    #[test]
+    fn refuses_plans_that_contradict_themselves() {
+        for (bad, what) in [
+            (sequence(0, &[1], &[]), "0 block tables"),
+            (sequence(0, &[], &[&[1]]), "0 tokens"),
+            (sequence(16, &[1], &[&[1]]), "position 16 has no slot"),
+            (sequence(0, &[1], &[&[u32::MAX]]), "position 0 has no slot"),
+            (sequence(0, &[1], &[&[u32::MAX - 1]]), "position 0 has no slot"),
+        ] {
+            let mut batch = BatchBuilder::default();
+            batch.clear(1);
+            let error = batch.push(&bad, 16).unwrap_err().to_string();
+            assert!(error.contains(what), "{error}");
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Engine: the step loop, the executor and its workers, the sampler, the memory manager.
+//!
+//! This room sees token ids only: never text, never HTTP, never a wall clock outside `clock`. One
+//! thread owns the scheduler and the KV cache; everybody else talks to it through [`EngineHandle`].
+//!
+//! Read in this order: [`handle`] (the way in) → [`engine`] (the step loop) → [`executor`] (the seam)
+//! → `pipeline` → `worker` → `sampler`.
+
+#![forbid(unsafe_code)]
+
+mod clock;
+pub mod config;
+pub mod engine;
+pub mod error;
+pub mod executor;
+pub mod handle;
+mod layout;
+mod limits;
+pub mod loading;
+pub mod memory;
+pub mod pipeline;
+pub mod request;
+mod sampler;
+pub mod sampling;
+pub mod sink;
+mod warm_up;
+mod worker;
+
+pub use config::EngineConfig;
+pub use engine::InferenceEngine;
+pub use error::{EngineError, SubmitError};
+pub use executor::{Executor, StartedRequest, StepInput};
+pub use handle::{EngineHandle, EngineStatus};
+pub use loading::{BuiltEngine, build_engine, plan_memory};
+pub use memory::{KvFactors, MemoryPlan, UnifiedMemoryAllocator};
+pub use pipeline::PipelineExecutor;
+pub use request::{EngineEvent, EventSink, Request, SinkClosed, Usage};
+pub use sampling::SamplingParams;
+pub use sink::{ChannelSink, Completion, EventReceiver, Generation, RecvTimeoutError};
+
+pub use pagemill_scheduler::{FinishReason, Refusal, RequestId, SequenceId, TokenLogprobs};

@@ -1,0 +1,211 @@
+//! The decoder around an architecture's layers: embedding, the layer loop, final norm, head, and this
+//! stage's range of layers. Knows no architecture.
+
+use crate::config::RawConfig;
+use crate::kv_groups;
+use crate::layers::{LayerReader, ResidualStream, RmsNorm, StepContext, Vocabulary};
+use crate::names::{NameTable, Spelling};
+use crate::weights::{Module, WeightReader};
+use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, RankContext};
+use pagemill_backend::{KvPool, Tensor};
+use pagemill_formats::Weights;
+
+/// What an architecture file provides.
+pub(crate) trait Architecture: Sized {
+    /// One decoder layer.
+    type Layer: DecoderLayer + 'static;
+    /// How its family names tensors.
+    const NAMES: &'static NameTable;
+
+    /// Reads the configuration and refuses what is not computed.
+    fn read(raw: &RawConfig) -> Result<Self, ModelError>;
+
+    /// Shapes and constants.
+    fn spec(&self) -> &DecoderSpec;
+
+    /// Loads one layer.
+    fn load_layer(&self, layer: &LayerReader<'_>) -> Result<Self::Layer, ModelError>;
+}
+
+/// A loaded layer.
+pub(crate) trait DecoderLayer: Send + Sync {
+    /// Adds the layer's contributions to the stream.
+    fn forward(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream) -> Result<(), ModelError>;
+}
+
+/// Shapes and constants of a decoder, as its configuration states them.
+#[derive(Clone, Debug)]
+pub(crate) struct DecoderSpec {
+    /// `D`.
+    pub hidden_size: usize,
+    /// `H`, over all ranks.
+    pub num_heads: usize,
+    /// `K`, over all ranks.
+    pub num_kv_heads: usize,
+    /// `E`.
+    pub head_dim: usize,
+    /// `F`, over all ranks.
+    pub intermediate_size: usize,
+    /// `V`.
+    pub vocab_size: usize,
+    /// Positions that the model was made for.
+    pub max_seq_len: usize,
+    /// Whether the head is the embedding.
+    pub tied_embeddings: bool,
+    /// Inside the norms' root.
+    pub norm_eps: f32,
+    /// Added to every norm weight as stored.
+    pub norm_offset: f32,
+    /// Multiplies the embeddings.
+    pub embedding_scale: f32,
+    /// Caps the logits by `cap * tanh(x / cap)`.
+    pub final_soft_cap: Option<f32>,
+    /// What each layer keeps.
+    pub layer_kinds: Vec<KvKind>,
+}
+
+impl DecoderSpec {
+    /// Refuses sizes that make no sense, whichever architecture stated them.
+    fn check(&self, raw: &RawConfig) -> Result<(), ModelError> {
+        for (field, size) in [
+            ("hidden_size", self.hidden_size),
+            ("num_attention_heads", self.num_heads),
+            ("num_key_value_heads", self.num_kv_heads),
+            ("head_dim", self.head_dim),
+            ("intermediate_size", self.intermediate_size),
+            ("vocab_size", self.vocab_size),
+            ("max_position_embeddings", self.max_seq_len),
+        ] {
+            raw.check_size(field, size)?;
+        }
+        if !self.num_heads.is_multiple_of(self.num_kv_heads) {
+            let detail = format!("{} does not divide {} query heads", self.num_kv_heads, self.num_heads);
+            return Err(raw.bad("num_key_value_heads", &detail));
+        }
+        if !(self.norm_eps.is_finite() && self.norm_eps > 0.0) {
+            return Err(raw.bad("rms_norm_eps", &format!("{} must be above 0", self.norm_eps)));
+        }
+        match self.final_soft_cap {
+            Some(cap) if !(cap.is_finite() && cap > 0.0) => {
+                Err(raw.bad("final_logit_softcapping", &format!("{cap} must be above 0")))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn model_spec(&self, raw: &RawConfig, weights: &Weights) -> ModelSpec {
+        let elements = |shape: &[usize]| shape.iter().fold(1u64, |n, dim| n.saturating_mul(*dim as u64));
+        ModelSpec {
+            architecture: raw.architecture().into(),
+            num_layers: self.layer_kinds.len(),
+            hidden_size: self.hidden_size,
+            num_heads: self.num_heads,
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            intermediate_size: self.intermediate_size,
+            vocab_size: self.vocab_size,
+            max_seq_len: self.max_seq_len,
+            tied_embeddings: self.tied_embeddings,
+            kv_groups: kv_groups::group_layers(&self.layer_kinds),
+            num_parameters: weights
+                .tensors()
+                .iter()
+                .fold(0, |n, info| elements(info.shape()).saturating_add(n)),
+            stored_bytes: weights
+                .tensors()
+                .iter()
+                .fold(0, |n, info| info.num_bytes().saturating_add(n)),
+        }
+    }
+}
+
+/// Reads shapes and limits.
+pub(crate) fn read_spec<A: Architecture>(raw: &RawConfig, weights: &Weights) -> Result<ModelSpec, ModelError> {
+    let architecture = read::<A>(raw)?;
+    Ok(architecture.spec().model_spec(raw, weights))
+}
+
+fn read<A: Architecture>(raw: &RawConfig) -> Result<A, ModelError> {
+    let architecture = A::read(raw)?;
+    architecture.spec().check(raw)?;
+    Ok(architecture)
+}
+
+/// Loads this rank's share of the weights.
+pub(crate) fn load<A: Architecture>(
+    raw: &RawConfig,
+    weights: &Weights,
+    cx: &RankContext,
+    progress: &dyn Fn(LoadProgress),
+) -> Result<Box<dyn CausalLm>, ModelError> {
+    let architecture = read::<A>(raw)?;
+    let spec = architecture.spec();
+    let model_spec = spec.model_spec(raw, weights);
+    let spelling = Spelling::find(raw.dialect(), A::NAMES, |name| weights.get(name).is_some());
+    let reader = WeightReader::new(weights, raw.path(), cx, spelling, progress);
+    let vocabulary = Vocabulary::load(&reader, spec)?;
+    let places = kv_groups::places(&model_spec.kv_groups, model_spec.num_layers);
+    let layers = places
+        .into_iter()
+        .enumerate()
+        .map(|(layer_idx, place)| {
+            architecture.load_layer(&LayerReader {
+                weights: &reader,
+                spec,
+                layer_idx,
+                place,
+            })
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    let final_norm = RmsNorm::load_outer(&reader, spec, Module::Outer("model.norm"))?;
+    reader.finish(spec.tied_embeddings)?;
+    Ok(Box::new(Decoder {
+        cx: cx.clone(),
+        weight_bytes: reader.bytes_on_device(),
+        vocabulary,
+        layers,
+        final_norm,
+        spec: model_spec,
+    }))
+}
+
+/// A decoder of layers `L`.
+struct Decoder<L> {
+    cx: RankContext,
+    spec: ModelSpec,
+    vocabulary: Vocabulary,
+    layers: Vec<L>,
+    final_norm: RmsNorm,
+    weight_bytes: u64,
+}
+
+impl<L: DecoderLayer> CausalLm for Decoder<L> {
+    fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
+        let mut stream = ResidualStream::new(self.vocabulary.embed(&self.cx, input.token_ids)?);
+        let mut cx = StepContext {
+            rank: &self.cx,
+            batch: input.batch,
+            kv,
+        };
+        for layer in &self.layers {
+            layer.forward(&mut cx, &mut stream)?;
+        }
+        stream.finish(&cx)
+    }
+
+    fn logits(&self, hidden: &Tensor, rows: &[u32]) -> Result<Tensor, ModelError> {
+        let backend = self.cx.backend.as_ref();
+        let mut wanted = backend.temp(rows.len(), hidden.cols())?; // [R, D]
+        backend.gather_rows(hidden, rows, &mut wanted)?;
+        let normed = self.final_norm.forward(backend, &wanted)?;
+        self.vocabulary.logits(&self.cx, &normed) // [R, V]
+    }
+
+    fn weight_bytes(&self) -> u64 {
+        self.weight_bytes
+    }
+}

@@ -1,0 +1,51 @@
+//! The gated MLP: `down(act(gate(x)) * up(x))`, cut over ranks by its inner features.
+
+use super::linear::{Projection, RowLinear};
+use super::{LayerReader, StepContext};
+use crate::ModelError;
+use crate::weights::Bias;
+use pagemill_backend::{Activation, Tensor};
+
+/// `mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj`.
+pub(crate) struct GatedMlp {
+    gate: Projection,
+    up: Projection,
+    down: RowLinear,
+    activation: Activation,
+}
+
+impl GatedMlp {
+    /// Reads this rank's features; the cut lies on block borders of `down`.
+    pub(crate) fn load(layer: &LayerReader<'_>, activation: Activation, bias: Bias) -> Result<Self, ModelError> {
+        let (hidden_size, intermediate_size) = (layer.spec.hidden_size, layer.spec.intermediate_size);
+        let down = layer.module("mlp.down_proj");
+        let features = match layer.weights.shard() {
+            shard if shard.world_size == 1 => 0..intermediate_size,
+            shard => shard
+                .features(intermediate_size, layer.weights.block_elems(down)?)
+                .map_err(|error| layer.weights.uncut(down, &error))?,
+        };
+        let load = |name: &str| {
+            let shape = [intermediate_size, hidden_size];
+            Projection::load(layer.weights, layer.module(name), shape, features.clone(), bias)
+        };
+        Ok(Self {
+            gate: load("mlp.gate_proj")?,
+            up: load("mlp.up_proj")?,
+            down: RowLinear::load(layer, down, intermediate_size, features.clone(), bias)?,
+            activation,
+        })
+    }
+
+    /// `x` `[T, D]` to `[T, D]`, summed over ranks.
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<Tensor, ModelError> {
+        let mut gate = self.gate.output(cx.rank, x.rows())?; // [T, F]
+        let mut up = self.up.output(cx.rank, x.rows())?; // [T, F]
+        cx.backend()
+            .linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
+        let mut gated = cx.backend().temp(x.rows(), gate.cols())?; // [T, F]
+        cx.backend().gated_activation(&gate, &up, self.activation, &mut gated)?;
+        drop((gate, up));
+        self.down.forward(cx, &gated)
+    }
+}

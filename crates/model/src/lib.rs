@@ -1,0 +1,113 @@
+//! Model: the decoder and its layers, one small file per architecture, weight loading.
+//!
+//! This room turns a checkpoint into a [`CausalLm`] and runs its layers through the ops contract. It
+//! never asks which backend it runs on, never sees a request, and never sees text.
+
+#![forbid(unsafe_code)]
+
+mod arch;
+mod config;
+mod decoder;
+mod error;
+mod kv_groups;
+mod layers;
+mod names;
+mod rope;
+mod shard;
+mod spec;
+mod weights;
+
+pub use error::ModelError;
+pub use spec::{KvGroupSpec, KvKind, ModelSpec};
+
+use arch::Entry;
+use config::{Dialect, RawConfig};
+use pagemill_backend::{Backend, Collective, DeviceBatch, KvPool, Tensor};
+pub use pagemill_formats::Checkpoint;
+use std::sync::Arc;
+
+/// What a forward runs on: the rank's device and its peers.
+#[derive(Clone)]
+pub struct RankContext {
+    /// The rank's device.
+    pub backend: Arc<dyn Backend>,
+    /// The rank's peers.
+    pub collective: Arc<dyn Collective>,
+}
+
+/// The tokens of one step.
+pub struct ModelInput<'a> {
+    /// `[T]` token ids, each `< vocab_size`.
+    pub token_ids: &'a [u32],
+    /// Positions, slots and block tables.
+    pub batch: &'a DeviceBatch,
+}
+
+/// A loaded decoder (this rank's share of it).
+pub trait CausalLm: Send + Sync {
+    /// Shapes and limits.
+    fn spec(&self) -> &ModelSpec;
+
+    /// Runs all layers of this rank's stage: writes K and V of the step's tokens to `kv` and returns
+    /// the hidden states `[T, D]` after the last layer (before the final norm).
+    fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError>;
+
+    /// Logits in f32 `[R, V]` of the rows `rows` of `hidden`: final norm, head, caps and scales.
+    fn logits(&self, hidden: &Tensor, rows: &[u32]) -> Result<Tensor, ModelError>;
+
+    /// Bytes of weights on this rank's device.
+    fn weight_bytes(&self) -> u64;
+}
+
+/// Reads shapes and limits without loading weights; refuses what [`load`] would refuse by
+/// configuration (unknown architecture, rope type, activation, a field that changes the maths).
+///
+/// # Errors
+/// [`ModelError`] naming the field.
+pub fn read_spec(checkpoint: &Checkpoint) -> Result<ModelSpec, ModelError> {
+    let (entry, raw) = identify(checkpoint)?;
+    (entry.read_spec)(&raw, checkpoint.weights())
+}
+
+/// Loads this rank's share of the weights.
+///
+/// # Errors
+/// [`ModelError`] naming the tensor, the field or the file.
+pub fn load(
+    checkpoint: &Checkpoint,
+    cx: &RankContext,
+    progress: &dyn Fn(LoadProgress),
+) -> Result<Box<dyn CausalLm>, ModelError> {
+    let (entry, raw) = identify(checkpoint)?;
+    (entry.load)(&raw, checkpoint.weights(), cx, progress)
+}
+
+/// The architecture's entry in the table, and the configuration that it will read.
+fn identify(checkpoint: &Checkpoint) -> Result<(&'static Entry, RawConfig), ModelError> {
+    let weights = checkpoint.weights();
+    match checkpoint {
+        Checkpoint::Gguf(file) => {
+            let name = file.architecture()?;
+            let entry = arch::find(Dialect::Gguf, name)?;
+            Ok((entry, RawConfig::from_gguf(name.into(), file.metadata(), weights)?))
+        }
+        Checkpoint::HuggingFace(folder) => {
+            let config = folder.config();
+            let name = config
+                .architectures
+                .first()
+                .map_or(config.model_type.as_str(), String::as_str);
+            let entry = arch::find(Dialect::HuggingFace, name)?;
+            Ok((entry, RawConfig::from_hf(name.into(), config, weights.tensors().len())))
+        }
+    }
+}
+
+/// How far loading is.
+#[derive(Clone, Copy, Debug)]
+pub struct LoadProgress {
+    /// Bytes read so far.
+    pub bytes_done: u64,
+    /// Bytes in all.
+    pub bytes_total: u64,
+}

@@ -1,0 +1,177 @@
+//! The layers' cuts: ranks that each hold a share of the weights give what one rank gives.
+#![allow(clippy::unwrap_used)] // tests
+
+mod harness;
+
+use harness::{Rig, golden, ids, zoo};
+use pagemill_backend::{Backend, BackendError, Collective, CpuBackend, CpuConfig, DType, Tensor};
+use pagemill_formats::Checkpoint;
+use pagemill_model::{RankContext, load};
+use std::sync::{Arc, Barrier, Mutex};
+
+/// What the ranks of one stage share.
+struct Exchange {
+    barrier: Barrier,
+    contributions: Mutex<Vec<Vec<f32>>>,
+}
+
+/// One rank's collective: everyone writes down what it has, then reads what all have.
+struct Local {
+    rank: usize,
+    world_size: usize,
+    backend: Arc<CpuBackend>,
+    exchange: Arc<Exchange>,
+}
+
+impl Local {
+    /// The contributions of all ranks, in rank order.
+    fn exchange(&self, x: &Tensor) -> Result<Vec<Vec<f32>>, BackendError> {
+        let mut mine = vec![0.0; x.rows() * x.cols()];
+        self.backend.to_host(x, &mut mine)?;
+        self.exchange.contributions.lock().unwrap()[self.rank] = mine;
+        self.exchange.barrier.wait();
+        let all = self.exchange.contributions.lock().unwrap().clone();
+        self.exchange.barrier.wait();
+        Ok(all)
+    }
+}
+
+impl Collective for Local {
+    fn rank(&self) -> usize {
+        self.rank
+    }
+
+    fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    fn all_reduce(&self, x: &mut Tensor) -> Result<(), BackendError> {
+        let mut parts = self.exchange(x)?.into_iter();
+        let mut sum = parts.next().unwrap();
+        for part in parts {
+            sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
+        }
+        self.backend.from_host(&sum, x)
+    }
+
+    fn all_gather_cols(&self, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
+        let parts = self.exchange(x)?;
+        let rows = |row: usize| {
+            parts
+                .iter()
+                .flat_map(move |part| &part[row * x.cols()..(row + 1) * x.cols()])
+        };
+        let gathered: Vec<f32> = (0..x.rows()).flat_map(rows).copied().collect();
+        self.backend.from_host(&gathered, out)
+    }
+
+    fn send(&self, _x: &Tensor, _peer: usize) -> Result<(), BackendError> {
+        Err(BackendError::Collective {
+            op: "send",
+            detail: "one stage only".into(),
+        })
+    }
+
+    fn recv(&self, _out: &mut Tensor, _peer: usize) -> Result<(), BackendError> {
+        Err(BackendError::Collective {
+            op: "recv",
+            detail: "one stage only".into(),
+        })
+    }
+}
+
+fn ranks(world_size: usize) -> Vec<RankContext> {
+    let exchange = Arc::new(Exchange {
+        barrier: Barrier::new(world_size),
+        contributions: Mutex::new(vec![Vec::new(); world_size]),
+    });
+    (0..world_size)
+        .map(|rank| {
+            let config = CpuConfig {
+                num_threads: Some(1),
+                ..CpuConfig::default()
+            };
+            let backend = Arc::new(CpuBackend::new(config).unwrap());
+            let collective = Local {
+                rank,
+                world_size,
+                backend: backend.clone(),
+                exchange: exchange.clone(),
+            };
+            RankContext {
+                backend,
+                collective: Arc::new(collective),
+            }
+        })
+        .collect()
+}
+
+/// Log-probabilities of the document's beginning, from every rank.
+fn logprobs(name: &str, world_size: usize, tokens: &[u32]) -> Vec<Vec<Vec<f64>>> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = ranks(world_size)
+            .into_iter()
+            .map(|cx| {
+                scope.spawn(move || {
+                    let mut rig = Rig::with_context(&zoo(name), cx, DType::F32, tokens.len());
+                    let mut sequence = rig.sequence();
+                    rig.logprobs(&mut sequence, tokens, 64)
+                })
+            })
+            .collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+#[test]
+fn two_and_four_ranks_give_what_one_gives() {
+    for name in harness::ZOO {
+        let tokens = &ids(&golden(name)["document"]["ids"])[..150];
+        let solo = logprobs(name, 1, tokens).remove(0);
+        for world_size in [2, 4] {
+            let ranks = logprobs(name, world_size, tokens);
+            assert!(
+                ranks.iter().all(|rank| *rank == ranks[0]),
+                "{name}: ranks agree bit for bit"
+            );
+            let differences = ranks[0]
+                .iter()
+                .flatten()
+                .zip(solo.iter().flatten())
+                .map(|(a, b)| (a - b).abs());
+            let worst = differences.fold(0.0, f64::max);
+            assert!(
+                worst < 5e-4,
+                "{name} on {world_size} ranks: log-probabilities differ by {worst}"
+            );
+        }
+    }
+}
+
+#[test]
+fn ranks_hold_shares_of_the_weights() {
+    let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
+    let bytes = |world_size: usize| -> Vec<u64> {
+        ranks(world_size)
+            .iter()
+            .map(|cx| load(&checkpoint, cx, &|_| {}).unwrap().weight_bytes())
+            .collect()
+    };
+    let (solo, pair) = (bytes(1)[0], bytes(2));
+    assert_eq!(pair[0], pair[1]);
+    // The embedding and the norms are whole on each rank; all else is halved.
+    assert!(pair[0] < solo * 6 / 10, "{} of {solo} bytes", pair[0]);
+}
+
+#[test]
+fn a_cut_that_cannot_be_made_names_the_tensor() {
+    let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
+    let error = load(&checkpoint, &ranks(3)[0], &|_| {})
+        .map(|_| ())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("\"model.layers.0.self_attn.q_proj.weight\": 4 query heads do not divide over 3"),
+        "{error}"
+    );
+}

@@ -1,0 +1,324 @@
+//! `DynamicBatchScheduler`: which tokens run in the next step. Holds every live sequence and moves it
+//! between waiting and running; `continuous` and `static_batch` decide what runs, `apply` what
+//! a step's output means. Knows no clock, no thread and no tensor; blocks are `PagedKvCache`'s.
+
+mod apply;
+mod continuous;
+mod sequence;
+mod static_batch;
+mod step;
+mod waiting;
+
+use std::collections::{HashMap, VecDeque};
+
+use crate::id_hash::HashById;
+use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, SequenceId, StepPlan, Time};
+use sequence::Sequence;
+use static_batch::StaticBatch;
+use step::{InFlightStep, StepBuilder};
+use waiting::{Rank, WaitingQueue};
+
+/// Limits and policy.
+#[derive(Clone, Debug)]
+pub struct SchedulerConfig {
+    /// Sequences in one step at most.
+    pub max_batch_size: usize,
+    /// Tokens in one step at most (`max_batch_tokens`), at least `max_batch_size`.
+    pub max_batch_tokens: usize,
+    /// Prompt tokens of one request in one step at most.
+    pub prefill_chunk_size: usize,
+    /// Tokens in a sequence at most.
+    pub max_seq_len: usize,
+    /// Sequences waiting at most (preempted ones included); more requests are refused with `QueueFull`.
+    pub max_waiting: usize,
+    /// A waiting request gains one level of priority each time this passes (microseconds). 0: order of
+    /// arrival alone.
+    pub ageing_us: u64,
+    /// `false`: the classic static batch (wait for a full batch or `static_batch_wait_us`, pad prompts
+    /// to the longest, run until the longest ends, then take the next batch).
+    pub continuous_batching: bool,
+    /// How long a static batch waits to fill (microseconds).
+    pub static_batch_wait_us: u64,
+}
+
+/// Counters and gauges.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SchedulerStats {
+    /// Sequences that hold blocks.
+    pub num_running: usize,
+    /// Requests (or preempted sequences) that wait.
+    pub num_waiting: usize,
+    /// Preemptions since start.
+    pub preemptions: u64,
+    /// Prompt tokens computed since start (recomputed ones included).
+    pub prompt_tokens: u64,
+    /// Tokens generated since start.
+    pub generated_tokens: u64,
+    /// Padding slots computed since start (static batches only).
+    pub padding_tokens: u64,
+    /// Most sequences running at once since start.
+    pub peak_running: usize,
+}
+
+/// Choices of a request that have not ended.
+#[derive(Clone, Copy, Debug)]
+struct LiveRequest {
+    num_choices: u32,
+    num_live: u32,
+}
+
+/// Continuous batching with request-level preemption.
+#[derive(Debug)]
+pub struct DynamicBatchScheduler {
+    config: SchedulerConfig,
+    /// Looked up by id only, never iterated.
+    sequences: HashMap<SequenceId, Sequence, HashById>,
+    requests: HashMap<RequestId, LiveRequest, HashById>,
+    waiting: WaitingQueue,
+    /// Sequences that hold blocks and have not ended, in order of precedence.
+    running: Vec<Rank>,
+    /// Sequences that ended while a step in flight held them.
+    num_ending: usize,
+    in_flight: VecDeque<InFlightStep>,
+    static_batch: Option<StaticBatch>,
+    /// Number of the newest plan.
+    step: u64,
+    counters: SchedulerStats,
+}
+
+impl DynamicBatchScheduler {
+    /// An idle scheduler.
+    ///
+    /// # Panics
+    /// On limits that let nothing run (zero sequences, tokens or chunk, or fewer tokens than sequences
+    /// in a step); configurations are validated before they come here.
+    #[must_use]
+    pub fn new(config: SchedulerConfig) -> Self {
+        assert!(
+            config.max_batch_size > 0 && config.prefill_chunk_size > 0,
+            "a step computes at least one token"
+        );
+        assert!(
+            config.max_batch_tokens >= config.max_batch_size,
+            "a step has room for one token of each sequence"
+        );
+        Self {
+            config,
+            sequences: HashMap::default(),
+            requests: HashMap::default(),
+            waiting: WaitingQueue::default(),
+            running: Vec::new(),
+            num_ending: 0,
+            in_flight: VecDeque::new(),
+            static_batch: None,
+            step: 0,
+            counters: SchedulerStats::default(),
+        }
+    }
+
+    /// Its configuration.
+    #[must_use]
+    pub fn config(&self) -> &SchedulerConfig {
+        &self.config
+    }
+
+    /// Queues a request, or says why not. Nothing is kept of a refused one.
+    ///
+    /// The request must fit the empty pool with one choice: choices need not all run at the same time,
+    /// since those that find no room wait and are recomputed.
+    ///
+    /// # Panics
+    /// When the id is in use or `n` is 0 (the engine gives ids and validates requests), or when the cache
+    /// was sized for smaller chunks than this scheduler's.
+    pub fn submit(&mut self, request: RequestSpec, kv_cache: &PagedKvCache) -> Admission {
+        assert!(request.n > 0, "{:?} asks for no choice", request.id);
+        assert!(!self.requests.contains_key(&request.id), "{:?} is in use", request.id);
+        let (chunk, sized_for) = (self.config.prefill_chunk_size, kv_cache.config().prefill_chunk_size);
+        assert!(
+            chunk <= sized_for,
+            "chunks of {chunk} tokens; the KV cache counts on {sized_for} at most"
+        );
+        self.check_limits(&request, kv_cache)?;
+        let live = LiveRequest {
+            num_choices: request.n,
+            num_live: request.n,
+        };
+        self.requests.insert(request.id, live);
+        let sequence = Sequence::first_choice(request, self.config.ageing_us);
+        self.waiting.insert(sequence.rank);
+        self.sequences.insert(sequence.id, sequence);
+        Ok(())
+    }
+
+    fn check_limits(&self, request: &RequestSpec, kv_cache: &PagedKvCache) -> Admission {
+        let SchedulerConfig {
+            max_batch_size,
+            max_seq_len,
+            max_waiting,
+            ..
+        } = self.config;
+        if request.prompt.is_empty() {
+            return Err(Refusal::EmptyPrompt);
+        }
+        if request.n as usize > max_batch_size {
+            return Err(Refusal::TooManyChoices {
+                n: request.n,
+                max_batch_size,
+            });
+        }
+        let tokens = request.prompt.len().saturating_add(request.max_tokens);
+        if tokens > max_seq_len {
+            return Err(Refusal::TooLong { tokens, max_seq_len });
+        }
+        let (needed, available) = (kv_cache.blocks_needed(tokens), kv_cache.config().num_blocks);
+        if needed > available {
+            return Err(Refusal::NeverFits {
+                needed,
+                available,
+                block_size: kv_cache.config().block_size,
+            });
+        }
+        if self.waiting.len() >= max_waiting {
+            return Err(Refusal::QueueFull { limit: max_waiting });
+        }
+        Ok(())
+    }
+
+    /// Ends every choice of a request at once: blocks are freed now, or when the steps in flight that
+    /// read or write them have been applied. Tokens of steps in flight are ignored when they arrive.
+    /// Unknown ids are ignored (it may just have ended). No event.
+    pub fn abort(&mut self, id: RequestId, kv_cache: &mut PagedKvCache) {
+        let num_choices = self.requests.get(&id).map_or(0, |request| request.num_choices);
+        for choice in 0..num_choices {
+            self.end_sequence(SequenceId { request: id, choice }, kv_cache);
+        }
+        self.requests.remove(&id);
+    }
+
+    /// Ends one choice (its stop string was found), as [`Self::abort`] does. No event. Before the
+    /// request's first token all choices are still one sequence, so this ends all of them.
+    pub fn finish_sequence(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache) {
+        if self
+            .sequences
+            .get(&id)
+            .is_some_and(|sequence| sequence.num_unforked > 0)
+        {
+            self.abort(id.request, kv_cache);
+        } else {
+            self.end_sequence(id, kv_cache);
+        }
+    }
+
+    /// Prompt tokens that a live choice's first prefill found in the prefix cache; `None` before it, and
+    /// once the choice has ended.
+    #[must_use]
+    pub fn num_cached_tokens(&self, id: SequenceId) -> Option<usize> {
+        self.sequences.get(&id).and_then(|sequence| sequence.num_cached_tokens)
+    }
+
+    /// The next step; empty when nothing can run. An empty plan repeats the last step's number and
+    /// has no output to apply.
+    ///
+    /// May be called again before the output of earlier plans is applied: a sequence whose next token
+    /// is not known yet is left out. Outputs are applied in the order of the plans.
+    pub fn schedule(&mut self, kv_cache: &mut PagedKvCache, now: Time) -> StepPlan {
+        let mut step = StepBuilder::default();
+        if self.config.continuous_batching {
+            self.fill_continuous(&mut step, kv_cache);
+        } else {
+            self.fill_static(&mut step, kv_cache, now);
+        }
+        self.counters.peak_running = self.counters.peak_running.max(self.running.len());
+        self.counters.padding_tokens += step.num_padding() as u64;
+        if step.is_empty() {
+            return StepPlan {
+                step: self.step,
+                ..StepPlan::default()
+            };
+        }
+        self.step += 1;
+        let (plan, in_flight) = step.finish(self.step);
+        self.in_flight.push_back(in_flight);
+        plan
+    }
+
+    /// Whether anything waits, runs, or is still in flight.
+    #[must_use]
+    pub fn has_work(&self) -> bool {
+        !self.waiting.is_empty() || !self.running.is_empty() || self.num_ending > 0
+    }
+
+    /// When `schedule` gave nothing although something waits: the time at which to ask again (a
+    /// static batch filling up). `None` when only new input can change that.
+    #[must_use]
+    pub fn next_wakeup(&self) -> Option<Time> {
+        if self.config.continuous_batching || !self.running.is_empty() || !self.in_flight.is_empty() {
+            return None;
+        }
+        self.static_batch_due()
+    }
+
+    /// Gauges and counters. Cheap.
+    #[must_use]
+    pub fn stats(&self) -> SchedulerStats {
+        SchedulerStats {
+            num_running: self.running.len() + self.num_ending,
+            num_waiting: self.waiting.len(),
+            ..self.counters
+        }
+    }
+
+    fn sequence(&self, id: SequenceId) -> &Sequence {
+        let Some(sequence) = self.sequences.get(&id) else {
+            panic!("{id:?} is scheduled but not live");
+        };
+        sequence
+    }
+
+    fn sequence_mut(&mut self, id: SequenceId) -> &mut Sequence {
+        let Some(sequence) = self.sequences.get_mut(&id) else {
+            panic!("{id:?} is scheduled but not live");
+        };
+        sequence
+    }
+
+    fn insert_running(&mut self, rank: Rank) {
+        match self.running.binary_search(&rank) {
+            Ok(_) => panic!("{:?} runs twice", rank.id),
+            Err(at) => self.running.insert(at, rank),
+        }
+    }
+
+    /// Ends a sequence wherever it is; unknown and already ended ones are left alone.
+    fn end_sequence(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache) {
+        let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| !sequence.ended) else {
+            return;
+        };
+        let (rank, in_flight) = (sequence.rank, sequence.num_in_flight > 0);
+        sequence.ended = true;
+        if let Ok(at) = self.running.binary_search(&rank) {
+            self.running.remove(at);
+            if in_flight {
+                self.num_ending += 1;
+            } else {
+                kv_cache.free_sequence(id);
+            }
+        } else {
+            assert!(self.waiting.remove(&rank), "{id:?} neither runs nor waits");
+        }
+        if !in_flight {
+            self.sequences.remove(&id);
+        }
+        self.count_ended(id.request);
+    }
+
+    /// One choice of a request less.
+    fn count_ended(&mut self, id: RequestId) {
+        if let Some(request) = self.requests.get_mut(&id) {
+            request.num_live -= 1;
+            if request.num_live == 0 {
+                self.requests.remove(&id);
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+//! What a step's output means: which tokens are computed, which sequences go on, part or end. Decides
+//! nothing about what runs next.
+
+use super::DynamicBatchScheduler;
+use super::sequence::Sequence;
+use super::step::InFlightEntry;
+use crate::{Event, FinishReason, PagedKvCache, SampledToken, SequenceId, StepOutput, Time};
+
+impl DynamicBatchScheduler {
+    /// Takes a step's output; returns what happened, in order. Steps are applied in the order in which
+    /// they were scheduled.
+    ///
+    /// # Panics
+    /// When the output is not that of the oldest plan in flight, or samples other sequences than it
+    /// asked for: going on could give one request's token to another.
+    pub fn apply(&mut self, kv_cache: &mut PagedKvCache, output: StepOutput, _now: Time) -> Vec<Event> {
+        let mut events = Vec::with_capacity(output.sampled.len());
+        let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step == output.step) else {
+            let oldest = self.in_flight.front().map(|flight| flight.step);
+            panic!(
+                "output of step {} arrived; the oldest step in flight is {oldest:?}",
+                output.step
+            );
+        };
+        kv_cache.release_copies(&flight.copies);
+        let mut sampled = output.sampled.into_iter();
+        let mut prompt_logprobs = output.prompt_logprobs;
+        let mut tokens: Vec<SampledToken> = Vec::new();
+        for entry in flight.entries {
+            tokens.clear();
+            tokens.extend(sampled.by_ref().take(entry.num_sampled));
+            check_samples(entry, &tokens, flight.step);
+            if !self.mark_applied(entry, kv_cache) {
+                continue;
+            }
+            if entry.prompt_logprobs {
+                self.report_prompt_logprobs(entry.id, &mut prompt_logprobs, &mut events);
+            }
+            self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
+        }
+        assert!(
+            sampled.next().is_none(),
+            "step {} sampled more than it was asked for",
+            flight.step
+        );
+        events
+    }
+
+    /// The entry's tokens are in the cache; whether its sequence is still live.
+    fn mark_applied(&mut self, entry: InFlightEntry, kv_cache: &mut PagedKvCache) -> bool {
+        self.counters.prompt_tokens += entry.num_prompt_tokens as u64;
+        let sequence = self.sequence_mut(entry.id);
+        sequence.num_in_flight -= 1;
+        if sequence.ended {
+            if sequence.num_in_flight == 0 {
+                self.sequences.remove(&entry.id);
+                self.num_ending -= 1;
+                kv_cache.free_sequence(entry.id);
+            }
+            return false;
+        }
+        sequence.num_applied = entry.end;
+        kv_cache.mark_computed(entry.id, &mut sequence.chain, &sequence.tokens, entry.end);
+        true
+    }
+
+    /// Reports positions not reported before (a recomputed prompt gives them again).
+    fn report_prompt_logprobs(
+        &mut self,
+        id: SequenceId,
+        outputs: &mut Vec<(SequenceId, usize, Vec<crate::TokenLogprobs>)>,
+        events: &mut Vec<Event>,
+    ) {
+        let Some(at) = outputs.iter().position(|(owner, _, _)| *owner == id) else {
+            return;
+        };
+        let (_, first, mut logprobs) = outputs.remove(at);
+        let sequence = self.sequence_mut(id);
+        let start = first.max(sequence.logprobs_from);
+        let end = (first + logprobs.len()).min(sequence.prompt_len);
+        if start < end {
+            logprobs.truncate(end - first);
+            logprobs.drain(..start - first);
+            sequence.logprobs_from = end;
+            events.push(Event::PromptLogprobs { id, start, logprobs });
+        }
+    }
+
+    fn apply_tokens(
+        &mut self,
+        entry: InFlightEntry,
+        tokens: &mut Vec<SampledToken>,
+        kv_cache: &mut PagedKvCache,
+        events: &mut Vec<Event>,
+    ) {
+        let sequence = self.sequence(entry.id);
+        if tokens.is_empty() {
+            if sequence.spec.max_tokens == 0 && entry.end == sequence.tokens.len() {
+                self.finish_without_tokens(entry.id, kv_cache, events);
+            }
+            return;
+        }
+        let parts = sequence.num_unforked > 0;
+        let mut finished = None;
+        let mut siblings = Vec::new();
+        for sampled in tokens.drain(..) {
+            if sampled.id == entry.id {
+                finished = self.extend_with(sampled, events);
+            } else {
+                assert!(parts, "{:?} was sampled from {:?}", sampled.id, entry.id);
+                siblings.extend(self.sibling_with(entry.id, sampled, events));
+            }
+        }
+        if parts {
+            self.sequence_mut(entry.id).num_unforked = 0;
+            self.place_siblings(entry.id, siblings, finished.is_some(), kv_cache);
+        }
+        if finished.is_some() {
+            self.end_sequence(entry.id, kv_cache);
+        }
+    }
+
+    /// `max_tokens` is 0: the prompt is computed, which is all that every choice wanted.
+    fn finish_without_tokens(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
+        let sequence = self.sequence(id);
+        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
+        for choice in 0..=sequence.num_unforked {
+            let id = SequenceId {
+                request: id.request,
+                choice,
+            };
+            events.push(Event::Finished {
+                id,
+                reason: FinishReason::Length,
+                num_cached_tokens,
+            });
+        }
+        self.abort(id.request, kv_cache);
+    }
+
+    /// Appends a token to a running sequence; why it ended, if it did.
+    fn extend_with(&mut self, sampled: SampledToken, events: &mut Vec<Event>) -> Option<FinishReason> {
+        let max_seq_len = self.config.max_seq_len;
+        let sequence = self.sequence_mut(sampled.id);
+        let reason = sequence.accept(&sampled, max_seq_len);
+        report_token(sequence, sampled, reason.as_ref(), events);
+        let num_new = u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
+        self.counters.generated_tokens += num_new;
+        reason
+    }
+
+    /// A choice that parts from `parent` with its first token; `None` if that was its last.
+    fn sibling_with(&mut self, parent: SequenceId, sampled: SampledToken, events: &mut Vec<Event>) -> Option<Sequence> {
+        let mut sibling = self.sequence(parent).sibling(sampled.id, self.config.ageing_us);
+        let reason = sibling.accept(&sampled, self.config.max_seq_len);
+        report_token(&sibling, sampled, reason.as_ref(), events);
+        self.counters.generated_tokens += u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
+        if reason.is_some() {
+            self.count_ended(parent.request);
+            return None;
+        }
+        Some(sibling)
+    }
+
+    /// Siblings share the parent's blocks where the batch has room for them; the others wait and
+    /// recompute the prompt, most of which the prefix cache still has.
+    fn place_siblings(
+        &mut self,
+        parent: SequenceId,
+        siblings: Vec<Sequence>,
+        parent_finished: bool,
+        kv_cache: &mut PagedKvCache,
+    ) {
+        let parent_seq = self.sequence(parent);
+        let (num_computed, num_granted) = (parent_seq.num_applied, parent_seq.num_granted as usize);
+        let room = self.config.max_batch_size + usize::from(parent_finished);
+        // The parent's slot of a static batch stays taken even if it has ended.
+        let mut num_placed = 1;
+        for mut sibling in siblings {
+            if kv_cache.can_fork() && self.running.len() < room && num_placed < num_granted {
+                kv_cache.fork(parent, sibling.id);
+                sibling.num_computed = num_computed;
+                sibling.num_applied = num_computed;
+                self.insert_running(sibling.rank);
+                num_placed += 1;
+                if let Some(batch) = &mut self.static_batch {
+                    batch.num_slots += 1;
+                }
+            } else {
+                self.waiting.insert(sibling.rank);
+            }
+            self.sequences.insert(sibling.id, sibling);
+        }
+    }
+}
+
+/// The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
+fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
+    let SequenceId { request, choice } = entry.id;
+    let in_order = tokens
+        .iter()
+        .zip(choice..)
+        .all(|(token, choice)| token.id == SequenceId { request, choice });
+    assert!(
+        tokens.len() == entry.num_sampled && in_order,
+        "step {step} asked for {} samples from {:?} on and got {tokens:?}",
+        entry.num_sampled,
+        entry.id
+    );
+}
+
+/// The token, if there is one, and the end, if it is one.
+fn report_token(sequence: &Sequence, sampled: SampledToken, reason: Option<&FinishReason>, events: &mut Vec<Event>) {
+    if let Ok(token) = sampled.token {
+        events.push(Event::Token {
+            id: sampled.id,
+            token,
+            logprobs: sampled.logprobs,
+        });
+    }
+    if let Some(reason) = reason {
+        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
+        events.push(Event::Finished {
+            id: sampled.id,
+            reason: reason.clone(),
+            num_cached_tokens,
+        });
+    }
+}

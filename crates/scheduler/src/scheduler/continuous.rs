@@ -1,0 +1,200 @@
+//! Continuous batching: what runs next, who is admitted, who is preempted.
+//!
+//! Running sequences are served in order of precedence. One token of the step's budget is set aside
+//! for each decode, so that prompt chunks never stall them. A sequence that finds no block takes those
+//! of the last in order, never of anybody before it, so the first of all always goes on; one that
+//! still finds none keeps its blocks and sits the step out. In a step in which blocks were short
+//! nobody is admitted, so a preempted sequence is not looked at again before the next step.
+
+use super::step::StepBuilder;
+use super::{DynamicBatchScheduler, SchedulerConfig};
+use crate::{KvLayout, PagedKvCache, PrefixHit, SequenceId};
+
+/// Tokens that may still be scheduled in this step.
+struct TokenBudget {
+    decode: usize,
+    prefill: usize,
+}
+
+impl DynamicBatchScheduler {
+    pub(super) fn fill_continuous(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
+        let SchedulerConfig { max_batch_tokens, .. } = self.config;
+        let num_decodes = self
+            .running
+            .iter()
+            .filter(|rank| self.sequence(rank.id).is_decode())
+            .count();
+        let decode = num_decodes.min(max_batch_tokens);
+        let mut budget = TokenBudget {
+            decode,
+            prefill: max_batch_tokens - decode,
+        };
+        let blocks_were_short = self.fill_running(step, kv_cache, &mut budget);
+        if !blocks_were_short {
+            self.admit_waiting(step, kv_cache, &mut budget);
+        }
+    }
+
+    /// Schedules running sequences; whether anybody had to give up blocks or go without.
+    fn fill_running(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache, budget: &mut TokenBudget) -> bool {
+        let mut blocks_were_short = false;
+        let mut at = 0;
+        // Preemption removes only ranks behind `at`.
+        while let Some(rank) = self.running.get(at).copied() {
+            at += 1;
+            let sequence = self.sequence(rank.id);
+            let is_decode = sequence.is_decode();
+            let limit = if is_decode {
+                budget.decode
+            } else {
+                budget.prefill.min(self.config.prefill_chunk_size)
+            };
+            let num_tokens = sequence.num_remaining().min(limit);
+            if num_tokens == 0 {
+                continue;
+            }
+            let preemptions = self.counters.preemptions;
+            let found = self.find_blocks(at, rank.id, num_tokens, step, kv_cache);
+            blocks_were_short |= !found || self.counters.preemptions > preemptions;
+            if found {
+                step.push(self.sequence_mut(rank.id), num_tokens, 0, kv_cache);
+                let spent = if is_decode {
+                    &mut budget.decode
+                } else {
+                    &mut budget.prefill
+                };
+                *spent -= num_tokens;
+            }
+        }
+        blocks_were_short
+    }
+
+    /// Makes the next tokens of a sequence writable, preempting sequences from the end of `running`
+    /// down to index `first_victim` if need be.
+    fn find_blocks(
+        &mut self,
+        first_victim: usize,
+        id: SequenceId,
+        num_tokens: usize,
+        step: &mut StepBuilder,
+        kv_cache: &mut PagedKvCache,
+    ) -> bool {
+        let sequence = self.sequence(id);
+        let (start, in_flight) = (sequence.num_computed, sequence.num_in_flight > 0);
+        while kv_cache
+            .extend(id, start, start + num_tokens, &mut step.copies)
+            .is_err()
+        {
+            // A step in flight may be about to give blocks back: wait for it rather than take others'.
+            if in_flight || !self.preempt_last(first_victim, kv_cache) {
+                return false;
+            }
+        }
+        true
+    }
+
+    /// Preempts the last running sequence at or behind `first_victim` that no step in flight holds.
+    fn preempt_last(&mut self, first_victim: usize, kv_cache: &mut PagedKvCache) -> bool {
+        let at = (first_victim..self.running.len())
+            .rev()
+            .find(|&at| self.sequence(self.running[at].id).num_in_flight == 0);
+        let Some(at) = at else { return false };
+        let rank = self.running.remove(at);
+        kv_cache.free_sequence(rank.id);
+        self.sequence_mut(rank.id).reset_computed();
+        self.waiting.insert(rank);
+        self.counters.preemptions += 1;
+        true
+    }
+
+    /// Admits waiting sequences in order, never one past another, while there is room.
+    fn admit_waiting(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache, budget: &mut TokenBudget) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let mut promised: usize = self
+            .running
+            .iter()
+            .map(|rank| self.blocks_still_wanted(rank.id, kv_cache))
+            .sum();
+        while self.running.len() < self.config.max_batch_size && budget.prefill > 0 {
+            let Some(rank) = self.waiting.first() else { break };
+            let hit = self.look_up_prefix(rank.id, kv_cache);
+            if !self.has_room_for(rank.id, &hit, promised, kv_cache) {
+                break;
+            }
+            let Some(num_tokens) = self.start(rank.id, hit, step, kv_cache, budget.prefill) else {
+                break;
+            };
+            self.waiting.remove(&rank);
+            self.insert_running(rank);
+            promised += self.blocks_still_wanted(rank.id, kv_cache);
+            budget.prefill -= num_tokens;
+        }
+    }
+
+    /// Blocks that a running sequence still has to take before its known tokens are computed.
+    fn blocks_still_wanted(&self, id: SequenceId, kv_cache: &PagedKvCache) -> usize {
+        let sequence = self.sequence(id);
+        if sequence.num_remaining() == 0 {
+            return 0;
+        }
+        let peak = kv_cache.blocks_to_reach(sequence.num_computed, sequence.tokens.len());
+        peak.saturating_sub(kv_cache.num_held(id))
+    }
+
+    pub(super) fn look_up_prefix(&mut self, id: SequenceId, kv_cache: &PagedKvCache) -> PrefixHit {
+        let sequence = self.sequence_mut(id);
+        if !sequence.may_read_prefixes() {
+            return PrefixHit::default();
+        }
+        kv_cache.lookup_prefix(&mut sequence.chain, &sequence.tokens)
+    }
+
+    /// All of a sequence's known tokens fit beside what running prompts still want, and one block for
+    /// each running sequence is left over (unless all is reserved anyway), so that admission does not cause the next preemption.
+    /// A sequence that would run alone always has room.
+    fn has_room_for(&self, id: SequenceId, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> bool {
+        if self.running.is_empty() {
+            return true;
+        }
+        let peak = kv_cache.blocks_to_reach(hit.num_tokens, self.sequence(id).tokens.len());
+        let wanted = peak.saturating_sub(hit.num_blocks) + hit.num_unowned;
+        let watermark = if kv_cache.config().layout == KvLayout::Paged {
+            self.running.len()
+        } else {
+            0
+        };
+        wanted + promised + watermark <= kv_cache.num_available()
+    }
+
+    /// Gives a waiting sequence its first blocks and schedules its first chunk. `None`, and nothing
+    /// changed, if the blocks are not there (they may be held by sequences that ended in flight).
+    fn start(
+        &mut self,
+        id: SequenceId,
+        hit: PrefixHit,
+        step: &mut StepBuilder,
+        kv_cache: &mut PagedKvCache,
+        budget: usize,
+    ) -> Option<usize> {
+        let start = hit.num_tokens;
+        let num_tokens = (self.sequence(id).tokens.len() - start)
+            .min(budget)
+            .min(self.config.prefill_chunk_size);
+        kv_cache.start_sequence(id, hit).ok()?;
+        if kv_cache
+            .extend(id, start, start + num_tokens, &mut step.copies)
+            .is_err()
+        {
+            kv_cache.free_sequence(id);
+            return None;
+        }
+        let sequence = self.sequence_mut(id);
+        sequence.num_computed = start;
+        sequence.num_applied = start;
+        sequence.num_cached_tokens.get_or_insert(start);
+        step.push(sequence, num_tokens, 0, kv_cache);
+        Some(num_tokens)
+    }
+}

@@ -1,0 +1,113 @@
+//! One step while it is being planned and while it is in flight. Decides the order of sequences in
+//! a plan: decodes first, then prompt chunks, each in order of precedence.
+
+use super::sequence::Sequence;
+use crate::{BlockCopy, PagedKvCache, ScheduledSequence, SequenceId, StepPlan};
+
+/// A plan in the making.
+#[derive(Debug, Default)]
+pub(super) struct StepBuilder {
+    /// Copies that `PagedKvCache::extend` asked for.
+    pub(super) copies: Vec<BlockCopy>,
+    decodes: Vec<ScheduledSequence>,
+    chunks: Vec<ScheduledSequence>,
+}
+
+/// What `apply` must know of a plan.
+#[derive(Debug)]
+pub(super) struct InFlightStep {
+    pub(super) step: u64,
+    pub(super) copies: Vec<BlockCopy>,
+    pub(super) entries: Vec<InFlightEntry>,
+}
+
+/// One sequence's share of a step in flight.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct InFlightEntry {
+    pub(super) id: SequenceId,
+    /// Tokens in the cache once the step is done.
+    pub(super) end: usize,
+    /// Prompt tokens (or recomputed ones) of the step; 0 for a decode.
+    pub(super) num_prompt_tokens: usize,
+    /// Choices sampled.
+    pub(super) num_sampled: usize,
+    /// Prompt log-probabilities come with the output.
+    pub(super) prompt_logprobs: bool,
+}
+
+impl StepBuilder {
+    /// Schedules the sequence's next `num_tokens` tokens, whose blocks it already holds.
+    pub(super) fn push(
+        &mut self,
+        sequence: &mut Sequence,
+        num_tokens: usize,
+        num_padding: usize,
+        kv_cache: &PagedKvCache,
+    ) {
+        let (start, end) = (sequence.num_computed, sequence.num_computed + num_tokens);
+        let scheduled = ScheduledSequence {
+            id: sequence.id,
+            token_ids: sequence.tokens[start..end].to_vec(),
+            start,
+            block_tables: kv_cache.block_tables(sequence.id, end),
+            sample: sequence.choices_sampled_at(end),
+            prompt_logprobs: sequence.wants_prompt_logprobs(end),
+            num_padding,
+        };
+        let is_decode = sequence.is_decode();
+        sequence.num_computed = end;
+        sequence.num_in_flight += 1;
+        if is_decode {
+            self.decodes.push(scheduled);
+        } else {
+            self.chunks.push(scheduled);
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.decodes.is_empty() && self.chunks.is_empty()
+    }
+
+    pub(super) fn num_padding(&self) -> usize {
+        self.decodes
+            .iter()
+            .chain(&self.chunks)
+            .map(|sequence| sequence.num_padding)
+            .sum()
+    }
+
+    /// Counts padding slots that belong to no scheduled sequence with the plan's first one.
+    pub(super) fn add_padding(&mut self, num_slots: usize) {
+        if let Some(first) = self.decodes.first_mut().or(self.chunks.first_mut()) {
+            first.num_padding += num_slots;
+        }
+    }
+
+    /// The plan, and what to remember of it.
+    pub(super) fn finish(self, step: u64) -> (StepPlan, InFlightStep) {
+        let num_decodes = self.decodes.len();
+        let mut sequences = self.decodes;
+        sequences.extend(self.chunks);
+        let entry = |(at, sequence): (usize, &ScheduledSequence)| InFlightEntry {
+            id: sequence.id,
+            end: sequence.start + sequence.token_ids.len(),
+            num_prompt_tokens: if at < num_decodes { 0 } else { sequence.token_ids.len() },
+            num_sampled: sequence.sample.len(),
+            prompt_logprobs: sequence.prompt_logprobs,
+        };
+        let entries = sequences.iter().enumerate().map(entry).collect();
+        let in_flight = InFlightStep {
+            step,
+            copies: self.copies.clone(),
+            entries,
+        };
+        (
+            StepPlan {
+                step,
+                block_copies: self.copies,
+                sequences,
+            },
+            in_flight,
+        )
+    }
+}
