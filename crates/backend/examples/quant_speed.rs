@@ -9,13 +9,8 @@ use pagemill_backend::{ActivationMode, BackendError, DType};
 use std::time::Instant;
 
 /// (name, N, C) of SmolLM2-135M's products; the head with a part of its rows is enough for prefill.
-const SHAPES: [(&str, usize, usize); 5] = [
-    ("q", 576, 576),
-    ("kv", 192, 576),
-    ("gate", 1536, 576),
-    ("down", 576, 1536),
-    ("head", 49_152, 576),
-];
+const SHAPES: [(&str, usize, usize); 5] =
+    [("q", 576, 576), ("kv", 192, 576), ("gate", 1536, 576), ("down", 576, 1536), ("head", 49_152, 576)];
 const PREFILL_ROWS: usize = 512;
 const DEFAULT_TYPES: [DType; 4] = [DType::Q4_1, DType::Q4_0, DType::Q8_0, DType::Q6_K];
 
@@ -34,32 +29,19 @@ impl Bench {
         let stored = vec![0x11u8; num_n * row_bytes];
         let copies = (64 << 20) / stored.len().max(1) + 1;
         let matrices = (0..copies).map(|_| Matrix::new(dtype, num_n, cols, &stored, isa, mode));
-        Ok(Self {
-            matrices: matrices.collect::<Result<_, _>>()?,
-            num_n,
-            cols,
-            mode,
-        })
+        Ok(Self { matrices: matrices.collect::<Result<_, _>>()?, num_n, cols, mode })
     }
 
     /// Seconds for one product with `num_t` rows by `threads` threads, each taking its share of the weight
     /// rows. Weights come from beyond the second-level cache when `num_t` is small. Every matrix is timed
     /// by itself and its best time counts: other work on the machine spoils few of such short pieces.
     fn seconds(&self, threads: usize, num_t: usize) -> Result<f64, BackendError> {
-        let x: Vec<f32> = (0u16..)
-            .map(|i| f32::from(i % 89) - 44.0)
-            .take(num_t * self.cols)
-            .collect();
-        let rows = (0..threads)
-            .map(|_| Rows::new(&x, num_t, self.cols))
-            .collect::<Result<Vec<_>, _>>()?;
+        let x: Vec<f32> = (0u16..).map(|i| f32::from(i % 89) - 44.0).take(num_t * self.cols).collect();
+        let rows = (0..threads).map(|_| Rows::new(&x, num_t, self.cols)).collect::<Result<Vec<_>, _>>()?;
         let slowest = std::thread::scope(|scope| {
             let spawn = |(idx, rows)| scope.spawn(move || self.share_seconds(idx, threads, rows, num_t));
             let threads: Vec<_> = rows.into_iter().enumerate().map(spawn).collect();
-            threads
-                .into_iter()
-                .filter_map(|thread| thread.join().ok())
-                .fold(0.0f64, f64::max)
+            threads.into_iter().filter_map(|thread| thread.join().ok()).fold(0.0f64, f64::max)
         });
         Ok(slowest)
     }
@@ -78,13 +60,7 @@ impl Bench {
         while started.elapsed().as_secs_f64() < 0.3 {
             for (matrix, best) in self.matrices.iter().zip(&mut best) {
                 let start = Instant::now();
-                matrix.multiply(
-                    &rows,
-                    0..num_t,
-                    first * 16..(first + measured) * 16,
-                    &mut out,
-                    self.num_n,
-                );
+                matrix.multiply(&rows, 0..num_t, first * 16..(first + measured) * 16, &mut out, self.num_n);
                 *best = best.min(start.elapsed().as_secs_f64());
             }
         }
@@ -96,12 +72,7 @@ impl Bench {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let bytes = self.matrices[0].len_bytes() as f64;
         let operations = 2.0 * (self.num_n * self.cols * PREFILL_ROWS) as f64;
-        print!(
-            "{:12} {:5} {:6} {name:5}",
-            isa.name(),
-            dtype.name(),
-            format!("{:?}", self.mode)
-        );
+        print!("{:12} {:5} {:6} {name:5}", isa.name(), dtype.name(), format!("{:?}", self.mode));
         for threads in [1, threads] {
             print!("  {:6.1}", bytes / self.seconds(threads, 1)? / 1e9);
         }
@@ -122,16 +93,10 @@ fn main() -> Result<(), BackendError> {
     let types: Vec<DType> = if wanted.is_empty() {
         DEFAULT_TYPES.to_vec()
     } else {
-        DType::ALL
-            .into_iter()
-            .filter(|t| t.is_quantized() && wanted.iter().any(|w| w == t.name()))
-            .collect()
+        DType::ALL.into_iter().filter(|t| t.is_quantized() && wanted.iter().any(|w| w == t.name())).collect()
     };
     println!("isa          type  acts   shape  T=1 GB/s (1, all threads)  T=4, T=16 Gop/s (1)  T=512 Gop/s (1, all)");
-    for isa in Isa::ALL
-        .into_iter()
-        .filter(|isa| isa.is_available() && *isa != Isa::Scalar)
-    {
+    for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available() && *isa != Isa::Scalar) {
         for &dtype in &types {
             for (name, num_n, cols) in SHAPES {
                 if cols.is_multiple_of(dtype.block_elems()) {

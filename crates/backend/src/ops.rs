@@ -114,6 +114,11 @@ pub trait Backend: Send + Sync {
     /// An f32 workspace tensor, contents undefined; recycled on drop. Allocates only while warming up.
     fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError>;
 
+    /// While on, ops check their shapes and take every buffer that they would take, but the costly ones may
+    /// leave their arithmetic out: results are undefined. Sizes the workspace without paying for a step.
+    /// A backend that ignores it computes as always.
+    fn rehearse(&self, _on: bool) {}
+
     /// Bytes the workspace holds now, and how often it had to grow since start.
     fn workspace(&self) -> (usize, u64);
 

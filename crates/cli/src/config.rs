@@ -56,7 +56,7 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         bail!("max_batch_tokens = {tokens}: must be at least max_batch_size ({batch})");
     }
     let cpu = CpuConfig {
-        num_threads: positive(settings.threads, "threads")?,
+        num_threads: threads(settings.threads)?,
         activations: activations(settings.activations.as_deref())?,
         isa: isa(settings.isa.as_deref())?,
         ..CpuConfig::default()
@@ -76,6 +76,16 @@ fn positive(value: Option<usize>, key: &str) -> Result<Option<usize>> {
         bail!("{key} = 0: must be at least 1");
     }
     Ok(value)
+}
+
+/// More than any machine has cores; a slip of the hand must not start a million threads.
+const THREADS_MAX: usize = 1024;
+
+fn threads(value: Option<usize>) -> Result<Option<usize>> {
+    match positive(value, "threads")? {
+        Some(n) if n > THREADS_MAX => bail!("threads = {n}: must be at most {THREADS_MAX}"),
+        value => Ok(value),
+    }
 }
 
 fn block_size(value: usize) -> Result<usize> {
@@ -141,9 +151,13 @@ pub fn parse_bytes(text: &str, key: &str) -> Result<u64> {
         "g" | "gib" => 1_073_741_824.0,
         "gb" => 1e9,
         "t" | "tib" => 1_099_511_627_776.0,
-        _ => bail!("{key} = {text}: unknown unit; write bytes, KiB, MiB or GiB"),
+        "tb" => 1e12,
+        _ if number.is_empty() => bail!("{key} = {text}: not a size; write bytes, or a number with KiB, MiB or GiB"),
+        _ => bail!("{key} = {text}: unknown unit {}; write bytes, KiB, MiB, GiB or TiB", unit.trim()),
     };
-    let value: f64 = number.parse().with_context(|| format!("{key} = {text}: not a size"))?;
+    let Ok(value) = number.parse::<f64>() else {
+        bail!("{key} = {text}: not a size; write bytes, or a number with KiB, MiB or GiB");
+    };
     let bytes = value * factor;
     if !(1.0..=1e18).contains(&bytes) {
         bail!("{key} = {text}: must lie between 1 byte and 1e18 bytes");
@@ -195,10 +209,16 @@ mod tests {
 
     #[test]
     fn sizes_are_read_with_units() {
-        for (text, bytes) in [("512", 512), ("1KiB", 1024), ("1.5 GiB", 1_610_612_736), ("2GB", 2_000_000_000)] {
+        for (text, bytes) in [
+            ("512", 512),
+            ("1KiB", 1024),
+            ("1.5 GiB", 1_610_612_736),
+            ("2GB", 2_000_000_000),
+            ("1TB", 1_000_000_000_000),
+        ] {
             assert_eq!(parse_bytes(text, "k").unwrap(), bytes, "{text}");
         }
-        for text in ["", "GiB", "1XB", "-5", "0", "1e30", "1..2"] {
+        for text in ["", "GiB", "junk", "1XB", "-5", "0", "1e30", "1..2"] {
             let message = format!("{:#}", parse_bytes(text, "kv_cache_bytes").unwrap_err());
             assert!(message.contains("kv_cache_bytes"), "{text}: {message}");
         }
@@ -215,6 +235,7 @@ mod tests {
             (EngineSettings { activations: Some("f8".into()), ..Default::default() }, "activations"),
             (EngineSettings { isa: Some("sse9".into()), ..Default::default() }, "isa"),
             (EngineSettings { device: Some("tpu".into()), ..Default::default() }, "device"),
+            (EngineSettings { threads: Some(1_000_000), ..Default::default() }, "threads"),
             (EngineSettings { quantization: Some("int1".into()), ..Default::default() }, "quantization"),
         ];
         for (settings, key) in cases {

@@ -1,6 +1,7 @@
-//! The one place that reads environment variables which are not flags.
+//! The one place that reads environment variables other than through a flag.
 
 use anyhow::{Context, Result};
+use std::ffi::OsStr;
 use std::path::PathBuf;
 
 /// Folder of fetched models: `PAGEMILL_CACHE`, else `$XDG_CACHE_HOME/pagemill`, else
@@ -14,6 +15,18 @@ pub fn cache_folder() -> Result<PathBuf> {
         .or_else(|| set("XDG_CACHE_HOME").map(|p| p.join("pagemill")))
         .or_else(|| set("HOME").map(|p| p.join(".cache").join("pagemill")))
         .context("no cache folder: set PAGEMILL_CACHE, XDG_CACHE_HOME or HOME")
+}
+
+/// Whether a variable is set, and to nothing.
+#[must_use]
+pub fn is_empty(name: &OsStr) -> bool {
+    std::env::var_os(name).is_some_and(|v| v.is_empty())
+}
+
+/// Whether a variable is set to `value`.
+#[must_use]
+pub fn holds(name: &str, value: &str) -> bool {
+    std::env::var_os(name).is_some_and(|v| v == value)
 }
 
 /// `HF_ENDPOINT`: another server that speaks the Hugging Face API.

@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod arguments;
 mod commands;
 mod config;
 mod environment;
@@ -21,7 +22,14 @@ struct Cli {
     #[command(subcommand)]
     command: Command,
     /// What to log: error, warn, info, debug or trace (a tracing filter)
-    #[arg(long, global = true, env = "PAGEMILL_LOG", default_value = "warn", value_name = "FILTER")]
+    #[arg(
+        long,
+        global = true,
+        env = "PAGEMILL_LOG",
+        default_value = "warn",
+        value_name = "FILTER",
+        display_order = 900
+    )]
     log: String,
 }
 
@@ -46,6 +54,7 @@ enum Command {
 /// The model and the engine's settings, shared by all commands that load one.
 #[derive(Args, Clone)]
 pub struct ModelArgs {
+    /// What the engine does.
     #[command(flatten)]
     pub engine: EngineSettings,
     /// Settings file (TOML; keys are the flags' names with underscores)
@@ -65,7 +74,10 @@ impl ModelArgs {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match arguments::parse() {
+        Ok(cli) => cli,
+        Err(code) => return code,
+    };
     let filter = tracing_subscriber::EnvFilter::try_new(&cli.log);
     match filter {
         Ok(filter) => tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init(),
@@ -87,10 +99,24 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) if is_broken_pipe(&e) => ExitCode::SUCCESS,
         Err(e) => {
-            eprintln!("pagemill: {e:#}");
+            eprintln!("pagemill: {}", sentence(&e));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes on one line. Many errors already say their cause: it is not said twice.
+fn sentence(error: &anyhow::Error) -> String {
+    let mut line = String::new();
+    for cause in error.chain() {
+        let text = cause.to_string();
+        if line.is_empty() {
+            line = text;
+        } else if !line.contains(&text) {
+            line = format!("{line}: {text}");
+        }
+    }
+    line.lines().map(str::trim).filter(|l| !l.is_empty()).collect::<Vec<_>>().join("; ")
 }
 
 /// The reader of our output went away (`pagemill inspect x | head`): no fault.
@@ -99,4 +125,20 @@ fn is_broken_pipe(error: &anyhow::Error) -> bool {
         .chain()
         .filter_map(|cause| cause.downcast_ref::<std::io::Error>())
         .any(|e| e.kind() == std::io::ErrorKind::BrokenPipe)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use anyhow::Context;
+
+    #[test]
+    fn a_cause_is_said_once() {
+        let io = || std::io::Error::other("disk on fire");
+        let said = anyhow::Error::from(settings::SettingsError::Read { path: "a.toml".into(), source: io() });
+        assert_eq!(sentence(&said), "a.toml: disk on fire");
+        let unsaid = Err::<(), _>(io()).context("reading b").map_err(|e| sentence(&e));
+        assert_eq!(unsaid, Err("reading b: disk on fire".to_owned()));
+        assert_eq!(sentence(&anyhow::anyhow!("two\n\n  lines\n")), "two; lines");
+    }
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 
 /// Settings of the engine, with the names that other engines use accepted as aliases.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
+#[command(next_help_heading = "Engine")]
 #[serde(deny_unknown_fields, default)]
 pub struct EngineSettings {
     /// Sequences in one step at most [default: derived from memory]
@@ -72,6 +73,7 @@ pub struct EngineSettings {
 
 /// Settings of the server.
 #[derive(Args, Clone, Debug, Default, Deserialize)]
+#[command(next_help_heading = "Server")]
 #[serde(deny_unknown_fields, default)]
 pub struct ServerSettings {
     /// Address to listen on [default: 127.0.0.1]
@@ -139,17 +141,23 @@ pub fn read_file(path: &Path) -> Result<FileSettings, SettingsError> {
 }
 
 fn parse_file(text: &str) -> Result<FileSettings, String> {
-    let file: File = toml::from_str(text).map_err(|e| e.to_string().trim_end().to_owned())?;
-    let server_keys = [
-        "host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive",
-    ];
+    let file: File = toml::from_str(text).map_err(|e| match e.span() {
+        Some(span) => format!("line {}: {}", text[..span.start.min(text.len())].lines().count().max(1), e.message()),
+        None => e.message().to_owned(),
+    })?;
+    let server_keys =
+        ["host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive"];
     let (server, engine): (toml::Table, toml::Table) =
         file.rest.into_iter().partition(|(key, _)| server_keys.contains(&key.as_str()));
-    let read_error = |e: toml::de::Error| e.message().to_owned();
-    Ok(FileSettings {
-        model: file.model,
-        engine: EngineSettings::deserialize(engine).map_err(read_error)?,
-        server: ServerSettings::deserialize(server).map_err(read_error)?,
+    Ok(FileSettings { model: file.model, engine: read_table(engine)?, server: read_table(server)? })
+}
+
+/// Reads a table; a fault names its key.
+fn read_table<T: serde::de::DeserializeOwned>(table: toml::Table) -> Result<T, String> {
+    serde_path_to_error::deserialize(table).map_err(|e| {
+        let key = e.path().to_string();
+        let fault = e.inner().message();
+        if key == "." || fault.contains(&format!("`{key}`")) { fault.to_owned() } else { format!("{key}: {fault}") }
     })
 }
 
@@ -167,7 +175,7 @@ impl EngineSettings {
             kv_dtype: self.kv_dtype.or(file.kv_dtype),
             kv_layout: self.kv_layout.or(file.kv_layout),
             kv_cache_bytes: self.kv_cache_bytes.or(file.kv_cache_bytes),
-            prefix_cache: self.prefix_cache.or(self.no_enable_prefix_caching.then_some(false)).or(file.prefix_cache),
+            prefix_cache: self.no_enable_prefix_caching.then_some(false).or(self.prefix_cache).or(file.prefix_cache),
             no_enable_prefix_caching: self.no_enable_prefix_caching,
             max_waiting: self.max_waiting.or(file.max_waiting),
             tensor_parallel: self.tensor_parallel.or(file.tensor_parallel),
@@ -216,7 +224,10 @@ mod tests {
         let unknown = parse_file("blok_size = 32\n").unwrap_err();
         assert!(unknown.contains("blok_size"), "{unknown}");
         let wrong = parse_file("port = \"high\"\n").unwrap_err();
-        assert!(wrong.contains("invalid type"), "{wrong}");
-        assert!(parse_file("port = ").is_err());
+        assert!(wrong.starts_with("port: invalid type"), "{wrong}");
+        let wrong = parse_file("block_size = [1]\n").unwrap_err();
+        assert!(wrong.starts_with("block_size: invalid type"), "{wrong}");
+        let broken = parse_file("# a\nblock_size = 16\nport = \n").unwrap_err();
+        assert!(broken.starts_with("line 3: ") && !broken.contains('\n'), "{broken}");
     }
 }

@@ -220,7 +220,8 @@ impl<E: Executor> InferenceEngine<E> {
     /// Tells sinks what happened; a sink that does not take its event loses its request.
     fn deliver(&mut self, events: Vec<Event>) -> Result<(), EngineError> {
         let mut unheard = BTreeSet::new();
-        for event in events {
+        let mut events = events.into_iter();
+        while let Some(event) = events.next() {
             let (id, finished) = match &event {
                 Event::Token { id, .. } | Event::PromptLogprobs { id, .. } => (*id, false),
                 Event::Finished { id, .. } => (*id, true),
@@ -230,7 +231,7 @@ impl<E: Executor> InferenceEngine<E> {
             })?;
             if matches!(event, Event::Token { .. })
                 && !request.has_tokens()
-                && let Some(cached_tokens) = self.scheduler.num_cached_tokens(id)
+                && let Some(cached_tokens) = cached_tokens(&self.scheduler, id, events.as_slice().first())
             {
                 request.sink.prompt_computed(cached_tokens);
             }
@@ -311,4 +312,18 @@ impl<E: Executor> InferenceEngine<E> {
         self.kv_cache.clear_prefix_cache();
         self.checks.due = true;
     }
+}
+
+/// Prompt tokens that a choice's prefill found in the prefix cache. The scheduler has forgotten a choice
+/// that its first token ended; then the end, which follows the token, tells it.
+fn cached_tokens(scheduler: &DynamicBatchScheduler, id: SequenceId, next: Option<&Event>) -> Option<usize> {
+    let at_the_end = match next {
+        Some(Event::Finished {
+            id: ended,
+            num_cached_tokens,
+            ..
+        }) if *ended == id => Some(*num_cached_tokens),
+        _ => None,
+    };
+    scheduler.num_cached_tokens(id).or(at_the_end)
 }

@@ -24,8 +24,8 @@ pub struct BuiltEngine {
 
 /// Loads a model and builds its engine. Blocking: seconds.
 ///
-/// The KV pool is sized by measurement: after the weights are loaded, the largest step is run once on a
-/// pool that holds just that step; what it leaves in the workspace is what any later step needs.
+/// The KV pool is sized by measurement: after the weights are loaded, the largest step is rehearsed once on
+/// a pool that holds just that step; what it leaves in the workspace is what any later step needs.
 ///
 /// # Errors
 /// A configuration that cannot work, a model that cannot be loaded, not enough memory.
@@ -54,7 +54,10 @@ pub fn build_engine(
         PaddingBlocks::default(),
         limits.max_batch_tokens,
     );
-    worker.run(largest.input)?;
+    backend.rehearse(true);
+    let rehearsed = worker.run(largest.input);
+    backend.rehearse(false);
+    rehearsed?;
 
     let workspace_bytes = backend.workspace().0 as u64;
     let plan = size(

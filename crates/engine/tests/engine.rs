@@ -6,9 +6,11 @@ mod fake;
 
 use fake::{Script, Sizes, engine, expected, prompt, request, request_with_room};
 use pagemill_engine::{
-    EngineEvent, EventReceiver, Executor, FinishReason, InferenceEngine, RequestId, SequenceId, SubmitError,
+    EngineEvent, EventReceiver, EventSink, Executor, FinishReason, InferenceEngine, RequestId, SequenceId, SinkClosed,
+    SubmitError,
 };
 use pagemill_scheduler::{Refusal, Time};
+use std::sync::{Arc, Mutex};
 
 /// Steps until nothing is left; returns the steps taken.
 fn run<E: Executor>(engine: &mut InferenceEngine<E>) -> u64 {
@@ -377,4 +379,52 @@ fn refusals_reach_the_caller_and_leave_nothing_behind() {
     submit(10, 5, 1).unwrap();
     assert_eq!(submit(10, 5, 1), Err(Refusal::QueueFull { limit: 2 }));
     assert_eq!(engine.status().scheduler.num_waiting, 2);
+}
+
+/// Notes what it is told, in order: the prompt's cached tokens, then each event.
+#[derive(Clone, Default)]
+struct NotingSink {
+    notes: Arc<Mutex<Vec<String>>>,
+}
+
+impl EventSink for NotingSink {
+    fn send(&mut self, event: EngineEvent) -> Result<(), SinkClosed> {
+        let note = match event {
+            EngineEvent::Token { choice, .. } => format!("token of {choice}"),
+            EngineEvent::Finished { choice, usage, .. } => format!("end of {choice}, {} cached", usage.cached_tokens),
+            other => format!("{other:?}"),
+        };
+        self.notes.lock().unwrap().push(note);
+        Ok(())
+    }
+
+    fn is_closed(&self) -> bool {
+        false
+    }
+
+    fn prompt_computed(&mut self, cached_tokens: usize) {
+        self.notes.lock().unwrap().push(format!("{cached_tokens} cached"));
+    }
+}
+
+/// Found by the simulator: a request whose first token was its last was never told of its prompt.
+#[test]
+fn the_prompt_is_told_before_a_first_token_that_is_the_last() {
+    let mut engine = engine(&Sizes::default(), Script::default());
+    for cached in [0, 32] {
+        let sink = NotingSink::default();
+        let (mut request, _events) = request(&prompt(5, 40), 1, 2);
+        request.sink = Box::new(sink.clone());
+        engine.submit(request, Time(0)).unwrap();
+        run(&mut engine);
+        let end = |choice: u32| format!("end of {choice}, {cached} cached");
+        let due = [
+            format!("{cached} cached"),
+            "token of 0".to_owned(),
+            end(0),
+            "token of 1".to_owned(),
+            end(1),
+        ];
+        assert_eq!(*sink.notes.lock().unwrap(), due);
+    }
 }

@@ -202,16 +202,10 @@ pub(crate) fn run(
     task: &AttentionTask<'_>,
     scratch: &mut AttentionScratch,
 ) -> Result<(), BackendError> {
-    let kernels = kernels(isa, task.params.head_dim);
-    plan_items(task, scratch)?;
-    let Some(kernels) = kernels else {
+    let Some(kernels) = prepare(pool, isa, task, scratch)? else {
         let items = &scratch.items;
         return pool.run(items.len(), &|idx| scalar_item(task, &items[idx]));
     };
-    let num_partials = split_spans(task.params, pool.num_threads(), scratch);
-    if num_partials > 0 && scratch.partials.is_none() {
-        scratch.partials = Some(AlignedBytes::zeroed(PARTIAL_FLOATS * 4, "attention partial sums")?);
-    }
     scratch.items.sort_unstable_by_key(|item| Reverse(item.cost()));
     let AttentionScratch { items, joins, partials } = scratch;
     let partials = SendPtr(
@@ -221,6 +215,24 @@ pub(crate) fn run(
     );
     pool.run(items.len(), &|idx| vector_item(kernels, task, &items[idx], partials))?;
     pool.run(joins.len(), &|idx| join_item(kernels, task, &joins[idx], partials))
+}
+
+/// Plans the op's items and takes the scratch for them. The vector kernels that will run them, if any do.
+pub(crate) fn prepare(
+    pool: &ThreadPool,
+    isa: Isa,
+    task: &AttentionTask<'_>,
+    scratch: &mut AttentionScratch,
+) -> Result<Option<&'static AttentionKernels>, BackendError> {
+    let kernels = kernels(isa, task.params.head_dim);
+    plan_items(task, scratch)?;
+    if kernels.is_some() {
+        let num_partials = split_spans(task.params, pool.num_threads(), scratch);
+        if num_partials > 0 && scratch.partials.is_none() {
+            scratch.partials = Some(AlignedBytes::zeroed(PARTIAL_FLOATS * 4, "attention partial sums")?);
+        }
+    }
+    Ok(kernels)
 }
 
 /// One item for each (sequence, KV head, tile of query tokens); checks the tables on the way.

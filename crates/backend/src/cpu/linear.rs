@@ -198,7 +198,7 @@ pub(crate) fn run(
     if num_tokens == 0 {
         return Ok(());
     }
-    if parts.iter().flatten().any(|part| part.weight.wants_quantized()) {
+    if wants_quantized(parts) {
         quantize(pool, x, num_tokens, cols, quantized)?;
     }
     let acts = Activations { x, quantized };
@@ -229,6 +229,23 @@ pub(crate) fn run(
             tile_idx -= num_tiles;
         }
     })
+}
+
+/// Takes the scratch that [`run`] would take.
+pub(crate) fn prepare(
+    num_tokens: usize,
+    cols: usize,
+    parts: &[Option<CheckedPart<'_>>; MAX_PARTS],
+    quantized: &mut QuantizedActivations,
+) -> Result<(), BackendError> {
+    if wants_quantized(parts) {
+        quantized.prepare(num_tokens, cols)?;
+    }
+    Ok(())
+}
+
+fn wants_quantized(parts: &[Option<CheckedPart<'_>>; MAX_PARTS]) -> bool {
+    parts.iter().flatten().any(|part| part.weight.wants_quantized())
 }
 
 fn quantize(

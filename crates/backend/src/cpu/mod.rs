@@ -46,6 +46,7 @@ use memory::{AlignedBytes, CpuBuffer, Workspace, checked_bytes};
 use pool::ThreadPool;
 use quant::{PackedWeight, QuantizedActivations};
 use rope::AngleTables;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes read at a time from a weight's file.
@@ -86,6 +87,8 @@ pub struct CpuBackend {
     quantized: Mutex<QuantizedActivations>,
     attention: Mutex<AttentionScratch>,
     angles: Mutex<AngleTables>,
+    /// See [`Backend::rehearse`].
+    rehearsing: AtomicBool,
 }
 
 impl CpuBackend {
@@ -122,6 +125,7 @@ impl CpuBackend {
             quantized: Mutex::default(),
             attention: Mutex::default(),
             angles: Mutex::default(),
+            rehearsing: AtomicBool::new(false),
         })
     }
 
@@ -232,6 +236,10 @@ impl Backend for CpuBackend {
             .workspace
             .take(checked_bytes("temporary", DType::F32, rows, cols)?)?;
         Ok(Tensor::from_buffer(rows, cols, DType::F32, Box::new(buffer)))
+    }
+
+    fn rehearse(&self, on: bool) {
+        self.rehearsing.store(on, Ordering::Relaxed);
     }
 
     fn workspace(&self) -> (usize, u64) {
@@ -389,7 +397,11 @@ impl Backend for CpuBackend {
                     out: OutMatrix::new(elements_mut(OP, part.out)?, rows),
                 });
             }
-            linear::run(&self.pool, x, num_tokens, cols, &checked, &mut quantized)?;
+            if self.rehearsing.load(Ordering::Relaxed) {
+                linear::prepare(num_tokens, cols, &checked, &mut quantized)?;
+            } else {
+                linear::run(&self.pool, x, num_tokens, cols, &checked, &mut quantized)?;
+            }
         }
         Ok(())
     }
@@ -504,7 +516,11 @@ impl Backend for CpuBackend {
             kv: KvLayer::new(OP, kv.spec(), bytes)?,
             out: OutMatrix::new(elements_mut(OP, out)?, cols),
         };
-        attention::run(&self.pool, self.isa, &task, &mut lock(&self.attention))
+        let scratch = &mut lock(&self.attention);
+        if self.rehearsing.load(Ordering::Relaxed) {
+            return attention::prepare(&self.pool, self.isa, &task, scratch).map(|_| ());
+        }
+        attention::run(&self.pool, self.isa, &task, scratch)
     }
 
     fn gated_activation(

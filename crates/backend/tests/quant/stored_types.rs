@@ -18,93 +18,55 @@ pub const QUANTIZED: [DType; 10] = [
     DType::Q6_K,
 ];
 
-/// A weight and its part that is multiplied as an integer: `scale * (code - middle)`.
-#[derive(Clone, Copy, Debug)]
-pub struct Element {
-    pub value: f64,
-    pub centred: f64,
-}
-
 fn half_at(block: &[u8], at: usize) -> f64 {
     f64::from(f16::from_bits(u16::from_le_bytes([block[at], block[at + 1]])).to_f32())
 }
 
-fn symmetric(scale: f64, code: u8, middle: u8) -> Element {
-    let value = scale * (f64::from(code) - f64::from(middle));
-    Element { value, centred: value }
+fn symmetric(scale: f64, code: u8, zero: u8) -> f64 {
+    scale * (f64::from(code) - f64::from(zero))
 }
 
-fn affine(scale: f64, code: u8, middle: u8, min: f64) -> Element {
-    Element {
-        value: scale * f64::from(code) + min,
-        centred: scale * (f64::from(code) - f64::from(middle)),
-    }
+fn affine(scale: f64, code: u8, min: f64) -> f64 {
+    scale * f64::from(code) + min
 }
 
 /// Element `e` of a block.
-pub fn element(dtype: DType, block: &[u8], e: usize) -> Element {
+pub fn element(dtype: DType, block: &[u8], e: usize) -> f64 {
     let nibble = |from: usize| {
-        if e < 16 {
-            block[from + e] & 0x0f
-        } else {
-            block[from + e - 16] >> 4
-        }
+        if e < 16 { block[from + e] & 0x0f } else { block[from + e - 16] >> 4 }
     };
     let fifth = |from: usize| {
-        if block[from + e / 8] & (1 << (e % 8)) != 0 {
-            16
-        } else {
-            0
-        }
+        if block[from + e / 8] & (1 << (e % 8)) != 0 { 16 } else { 0 }
     };
     match dtype {
         DType::Q4_0 => symmetric(half_at(block, 0), nibble(2), 8),
-        DType::Q4_1 => affine(half_at(block, 0), nibble(4), 8, half_at(block, 2)),
+        DType::Q4_1 => affine(half_at(block, 0), nibble(4), half_at(block, 2)),
         DType::Q5_0 => symmetric(half_at(block, 0), nibble(6) + fifth(2), 16),
-        DType::Q5_1 => affine(half_at(block, 0), nibble(8) + fifth(4), 16, half_at(block, 2)),
-        DType::Q8_0 => {
-            let value = half_at(block, 0) * f64::from(block[2 + e] as i8);
-            Element { value, centred: value }
-        }
+        DType::Q5_1 => affine(half_at(block, 0), nibble(8) + fifth(4), half_at(block, 2)),
+        DType::Q8_0 => half_at(block, 0) * f64::from(block[2 + e] as i8),
         DType::Q2_K => {
             let pair = block[e / 16];
             let byte = block[16 + (e / 128) * 32 + e % 32];
             let code = (byte >> [0, 2, 4, 6][(e / 32) % 4]) % 4;
-            affine(
-                half_at(block, 80) * f64::from(pair % 16),
-                code,
-                2,
-                -half_at(block, 82) * f64::from(pair / 16),
-            )
+            affine(half_at(block, 80) * f64::from(pair % 16), code, -half_at(block, 82) * f64::from(pair / 16))
         }
         DType::Q3_K => {
             let byte = block[32 + (e / 128) * 32 + e % 32];
             let low = (byte >> [0, 2, 4, 6][(e / 32) % 4]) % 4;
             let high = if block[e % 32] & (1 << (e / 32)) != 0 { 4 } else { 0 };
-            symmetric(
-                half_at(block, 108) * f64::from(q3_k_scale(&block[96..108], e / 16)),
-                low + high,
-                4,
-            )
+            symmetric(half_at(block, 108) * f64::from(q3_k_scale(&block[96..108], e / 16)), low + high, 4)
         }
         DType::Q4_K | DType::Q5_K => {
             let (scale, min) = six_bit_pair(&block[4..16], e / 32);
-            let (scale, min) = (
-                half_at(block, 0) * f64::from(scale),
-                -half_at(block, 2) * f64::from(min),
-            );
+            let (scale, min) = (half_at(block, 0) * f64::from(scale), -half_at(block, 2) * f64::from(min));
             let codes_at = if dtype == DType::Q4_K { 16 } else { 48 };
             let byte = block[codes_at + (e / 64) * 32 + e % 32];
-            let code = if (e / 32) % 2 == 0 { byte % 16 } else { byte / 16 };
+            let code = if (e / 32).is_multiple_of(2) { byte % 16 } else { byte / 16 };
             if dtype == DType::Q4_K {
-                return affine(scale, code, 8, min);
+                return affine(scale, code, min);
             }
-            let high = if block[16 + e % 32] & (1 << (e / 32)) != 0 {
-                16
-            } else {
-                0
-            };
-            affine(scale, code + high, 16, min)
+            let high = if block[16 + e % 32] & (1 << (e / 32)) != 0 { 16 } else { 0 };
+            affine(scale, code + high, min)
         }
         DType::Q6_K => {
             let scale = half_at(block, 208) * f64::from(block[192 + e / 16] as i8);
@@ -138,15 +100,12 @@ fn six_bit_pair(packed: &[u8], j: usize) -> (u8, u8) {
     if j < 4 {
         (packed[j] % 64, packed[j + 4] % 64)
     } else {
-        (
-            packed[j + 4] % 16 + packed[j - 4] / 64 * 16,
-            packed[j + 4] / 16 + packed[j] / 64 * 16,
-        )
+        (packed[j + 4] % 16 + packed[j - 4] / 64 * 16, packed[j + 4] / 16 + packed[j] / 64 * 16)
     }
 }
 
 /// All elements of a matrix of `cols` columns.
-pub fn elements(dtype: DType, cols: usize, stored: &[u8]) -> Vec<Element> {
+pub fn elements(dtype: DType, cols: usize, stored: &[u8]) -> Vec<f64> {
     assert!(cols.is_multiple_of(dtype.block_elems()));
     stored
         .chunks_exact(dtype.block_bytes())
@@ -177,11 +136,7 @@ impl Random {
     /// Roughly normal with rare values 30 times as large, as activations of language models are.
     pub fn heavy_tailed(&mut self) -> f32 {
         let normal: f32 = (0..6).map(|_| self.unit()).sum::<f32>() * 0.7;
-        if self.bits().is_multiple_of(200) {
-            normal * 30.0
-        } else {
-            normal
-        }
+        if self.bits().is_multiple_of(200) { normal * 30.0 } else { normal }
     }
 }
 
@@ -222,9 +177,7 @@ pub fn quantize(dtype: DType, x: &[f32]) -> Vec<u8> {
 }
 
 fn quantize_block(dtype: DType, x: &[f32]) -> Vec<u8> {
-    let (min, max) = x
-        .iter()
-        .fold((f32::MAX, f32::MIN), |(lo, hi), &v| (lo.min(v), hi.max(v)));
+    let (min, max) = x.iter().fold((f32::MAX, f32::MIN), |(lo, hi), &v| (lo.min(v), hi.max(v)));
     let amax = max.max(-min);
     let (levels, middle) = match dtype {
         DType::Q4_0 | DType::Q4_1 => (15u8, 8u8),
@@ -247,23 +200,13 @@ fn quantize_block(dtype: DType, x: &[f32]) -> Vec<u8> {
         block.extend(x.iter().map(|v| (v / step).round().clamp(-127.0, 127.0) as i8 as u8));
         return block;
     }
-    let offset = if affine {
-        -min.to_f32()
-    } else {
-        step * f32::from(middle)
-    };
-    let codes: Vec<u8> = x
-        .iter()
-        .map(|v| ((v + offset) / step).round().clamp(0.0, f32::from(levels)) as u8)
-        .collect();
+    let offset = if affine { -min.to_f32() } else { step * f32::from(middle) };
+    let codes: Vec<u8> = x.iter().map(|v| ((v + offset) / step).round().clamp(0.0, f32::from(levels)) as u8).collect();
     if affine {
         block.extend(min.to_le_bytes());
     }
     if levels == 31 {
-        let bits = codes
-            .iter()
-            .enumerate()
-            .fold(0u32, |bits, (j, &c)| bits | u32::from(c >> 4) << j);
+        let bits = codes.iter().enumerate().fold(0u32, |bits, (j, &c)| bits | u32::from(c >> 4) << j);
         block.extend(bits.to_le_bytes());
     }
     block.extend((0..16).map(|j| (codes[j] & 15) | ((codes[j + 16] & 15) << 4)));

@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 /// Arguments of `pagemill chat`.
 #[derive(Args)]
 pub struct ChatArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     model: Option<String>,
     /// A system message in front
     #[arg(long)]

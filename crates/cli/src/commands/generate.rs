@@ -140,7 +140,10 @@ pub struct Answer {
 pub fn answer(model: &LoadedModel, prompt: Vec<u32>, args: &GenerationArgs) -> Result<Answer> {
     let max_seq_len = model.engine.plan.max_seq_len;
     let room = max_seq_len.saturating_sub(prompt.len());
-    if prompt.is_empty() || room == 0 {
+    if prompt.is_empty() {
+        bail!("the prompt is empty: this model needs at least one token to continue");
+    }
+    if room == 0 {
         bail!("the prompt has {} tokens; the context holds {max_seq_len}, answer included", prompt.len());
     }
     let max_tokens = args.max_tokens.unwrap_or(room).min(room);

@@ -8,9 +8,9 @@ use clap::Args;
 use indicatif::{BinaryBytes, HumanCount};
 use pagemill_backend::{Backend, CpuBackend};
 use pagemill_engine::plan_memory;
-use pagemill_formats::Checkpoint;
 use pagemill_formats::gguf::{GgufFile, Value};
 use pagemill_formats::hf::HfFolder;
+use pagemill_formats::{Checkpoint, StoredType, TensorInfo};
 use pagemill_server::TextAssets;
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -18,7 +18,7 @@ use std::io::Write;
 /// Arguments of `pagemill inspect`.
 #[derive(Args)]
 pub struct InspectArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows
     file: String,
     /// List every tensor
     #[arg(long)]
@@ -59,7 +59,11 @@ fn short(value: &Value) -> String {
     match value {
         Value::String(text) => {
             let line: String = text.chars().take(100).flat_map(char::escape_debug).collect();
-            if text.chars().nth(100).is_some() { format!("\"{line}…\" ({} bytes)", text.len()) } else { format!("\"{line}\"") }
+            if text.chars().nth(100).is_some() {
+                format!("\"{line}…\" ({} bytes)", text.len())
+            } else {
+                format!("\"{line}\"")
+            }
         }
         Value::Array(array) => format!("[{} items]", array.len()),
         other => other.to_string(),
@@ -150,6 +154,12 @@ fn describe_needs(checkpoint: &Checkpoint, out: &mut impl Write) -> Result<()> {
             return Ok(());
         }
     };
+    let refused = |t: &&TensorInfo| matches!(t.stored_type(), StoredType::Refused(_));
+    if let Some(tensor) = checkpoint.weights().tensors().find(refused) {
+        let (name, ty) = (tensor.name(), tensor.stored_type().name());
+        writeln!(out, "this version cannot run it: {name} is stored as {ty}, which it does not compute with")?;
+        return Ok(());
+    }
     writeln!(
         out,
         "{} layers, hidden {}, {} heads ({} KV) of {}, vocabulary {}, context {}, {} parameters",

@@ -3,7 +3,7 @@
 use crate::{ModelArgs, loading, models, settings::ServerSettings};
 use anyhow::Result;
 use clap::Args;
-use indicatif::{BinaryBytes, HumanCount};
+use indicatif::HumanCount;
 use pagemill_backend::{Backend, CpuBackend};
 use pagemill_engine::{MemoryPlan, plan_memory};
 use pagemill_model::ModelSpec;
@@ -12,7 +12,7 @@ use std::io::Write;
 /// Arguments of `pagemill plan`.
 #[derive(Args)]
 pub struct PlanArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     model: Option<String>,
     /// Plan for this much memory, such as 8GiB [default: what this machine has free]
     #[arg(long, value_name = "BYTES")]
@@ -43,22 +43,6 @@ pub fn plan(args: PlanArgs) -> Result<()> {
     }
     writeln!(out, "{model}: {}, {} parameters", spec.architecture, HumanCount(spec.num_parameters))?;
     writeln!(out, "{plan}")?;
-    let elem_bytes = config.engine.kv_dtype.block_bytes();
-    writeln!(
-        out,
-        "KV of one sequence of {} tokens: 2 × {} layers × {} KV heads × {} × {} tokens × {elem_bytes} bytes = {}",
-        plan.max_seq_len,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
-        plan.max_seq_len,
-        BinaryBytes((2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * plan.max_seq_len * elem_bytes) as u64)
-    )?;
-    let windowed = spec.kv_bytes(plan.max_seq_len, elem_bytes);
-    let whole = (2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * plan.max_seq_len * elem_bytes) as u64;
-    if windowed < whole {
-        writeln!(out, "with layers that keep only their window: {}", BinaryBytes(windowed))?;
-    }
     Ok(())
 }
 
@@ -68,7 +52,7 @@ fn json(model: &str, spec: &ModelSpec, plan: &MemoryPlan) -> serde_json::Value {
         "available_bytes": plan.available_bytes, "weight_bytes": plan.weight_bytes,
         "workspace_bytes": plan.workspace_bytes, "reserve_bytes": plan.reserve_bytes,
         "kv_pool_bytes": plan.kv_pool_bytes, "block_bytes": plan.block_bytes, "num_blocks": plan.num_blocks,
-        "block_size": plan.block_size, "max_seq_len": plan.max_seq_len, "max_batch_size": plan.max_batch_size,
+        "block_size": plan.block_size, "kv_sequence_bytes": plan.kv.sequence_bytes, "max_seq_len": plan.max_seq_len, "max_batch_size": plan.max_batch_size,
         "full_length_sequences": plan.full_length_sequences,
     })
 }

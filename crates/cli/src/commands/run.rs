@@ -12,7 +12,7 @@ use std::io::{IsTerminal, Read, Write};
 pub struct RunArgs {
     /// What to ask; `-` or nothing reads standard input
     prompt: Option<String>,
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     #[arg(short, long)]
     model: Option<String>,
     /// A system message in front
@@ -38,12 +38,18 @@ pub fn run(args: RunArgs) -> Result<()> {
     let mut config = crate::config::engine_config(engine)?;
     config.engine.max_batch_size.get_or_insert(1);
     let prompt = read_prompt(args.prompt.as_deref())?;
+    if prompt.trim().is_empty() && !args.raw {
+        bail!("the prompt is empty: pagemill run \"Why is the sky blue?\"");
+    }
     generate::catch_interrupts()?;
     let show = if args.verbose { Show::Memory } else { Show::Progress };
     let model = loading::load_model(&name, &config, show)?;
     let chat = !args.raw && model.text.template.is_some();
     if args.system.is_some() && !chat {
-        bail!("--system needs a chat template, and {}", if args.raw { "--raw leaves it out" } else { "this model has none" });
+        bail!(
+            "--system needs a chat template, and {}",
+            if args.raw { "--raw leaves it out" } else { "this model has none" }
+        );
     }
     let ids = if chat {
         let system = args.system.as_deref().map(|s| generate::message("system", s));

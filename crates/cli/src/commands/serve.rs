@@ -4,17 +4,19 @@
 use crate::config::{Config, ServeConfig};
 use crate::loading::{self, Show};
 use crate::{ModelArgs, models, settings::ServerSettings};
-use anyhow::{Result, bail};
+use anyhow::{Result, anyhow, bail};
 use clap::Args;
 use pagemill_engine::EngineHandle;
 use pagemill_server::{ModelFacts, RunningServer, ServedModel, ServerConfig, ServerState};
 use std::sync::Arc;
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 /// Arguments of `pagemill serve`.
 #[derive(Args)]
 pub struct ServeArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     model: Option<String>,
     #[command(flatten)]
     server: ServerSettings,
@@ -38,18 +40,21 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let http = pagemill_server::spawn(listener, Arc::clone(&state))?;
     eprintln!("listening on http://{address}; loading {model}");
 
-    let engine = match load(&model, &config, &server, &state) {
-        Ok(engine) => engine,
-        Err(e) => {
+    let engine = match load_unless_stopped(model, config, server, &state, &http) {
+        Some(Ok(engine)) => engine,
+        Some(Err(e)) => {
             http.stop();
             // The reason for stopping is the one that counts.
             let _ = http.join();
             return Err(e);
         }
+        None => {
+            http.join()?;
+            eprintln!("stopped before the model was loaded");
+            return Ok(());
+        }
     };
-    if !http.is_finished() {
-        eprintln!("ready after {:.2} s: http://{address}/v1", started.elapsed().as_secs_f64());
-    }
+    eprintln!("ready after {:.2} s: http://{address}/v1", started.elapsed().as_secs_f64());
     let failed = wait(&engine, &http);
     let drained = http.join();
     engine.shutdown();
@@ -73,6 +78,34 @@ fn server_config(config: &ServeConfig) -> ServerConfig {
         drain_timeout: Duration::from_secs(config.drain_timeout_s),
         sse_keepalive: config.sse_keep_alive_s.map(Duration::from_secs),
         ..ServerConfig::default()
+    }
+}
+
+/// Loads on a thread of its own, so that a signal need not wait for the weights. `None`: it came; the
+/// unfinished thread ends with the process.
+fn load_unless_stopped(
+    model: String,
+    config: Config,
+    server: ServerSettings,
+    state: &Arc<ServerState>,
+    http: &RunningServer,
+) -> Option<Result<EngineHandle>> {
+    let state = Arc::clone(state);
+    let (done, outcome) = mpsc::sync_channel(1);
+    let spawned = thread::Builder::new().name("load".into()).spawn(move || {
+        // Nobody listens any more when a signal has come.
+        let _ = done.send(load(&model, &config, &server, &state));
+    });
+    if let Err(e) = spawned {
+        return Some(Err(anyhow::Error::from(e).context("starting a thread")));
+    }
+    loop {
+        match outcome.recv_timeout(Duration::from_millis(50)) {
+            Ok(result) => return Some(result),
+            Err(RecvTimeoutError::Timeout) if http.is_finished() => return None,
+            Err(RecvTimeoutError::Timeout) => {}
+            Err(RecvTimeoutError::Disconnected) => return Some(Err(anyhow!("loading the model failed"))),
+        }
     }
 }
 
@@ -125,6 +158,6 @@ fn wait(engine: &EngineHandle, http: &RunningServer) -> Option<String> {
             http.stop();
             return Some(reason);
         }
-        std::thread::sleep(Duration::from_millis(50));
+        thread::sleep(Duration::from_millis(50));
     }
 }

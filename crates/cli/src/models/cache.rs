@@ -4,10 +4,12 @@
 use super::ModelRef;
 use crate::environment;
 use anyhow::{Context, Result};
-use std::fs;
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 const STAGING_PREFIX: &str = ".staging-";
+const LOCK_FILE: &str = "lock";
 
 /// The cache folder.
 pub struct Cache {
@@ -65,16 +67,15 @@ impl Cache {
         }
     }
 
-    /// Removes what killed downloads left: staging folders of processes that are gone.
+    /// Removes what killed downloads left: staging folders that nobody holds the lock of.
     fn clear_abandoned_staging(&self) {
         let Ok(entries) = fs::read_dir(&self.root) else { return };
         for entry in entries.flatten() {
-            let name = entry.file_name();
-            let Some(pid) = name.to_str().and_then(|n| n.strip_prefix(STAGING_PREFIX)) else { continue };
-            let alive = pid != std::process::id().to_string() && Path::new("/proc").join(pid).exists();
-            if !alive {
+            let is_staging = entry.file_name().to_str().is_some_and(|n| n.starts_with(STAGING_PREFIX));
+            let path = entry.path();
+            if is_staging && File::open(path.join(LOCK_FILE)).is_ok_and(|lock| lock.try_lock().is_ok()) {
                 // Best effort: what stays only costs disk.
-                let _ = fs::remove_dir_all(entry.path());
+                let _ = fs::remove_dir_all(path);
             }
         }
     }
@@ -92,15 +93,26 @@ impl Cache {
     /// A sentence naming the folder.
     pub fn staging(&self) -> Result<Staging> {
         self.clear_abandoned_staging();
-        let path = self.root.join(format!("{STAGING_PREFIX}{}", std::process::id()));
+        let path = self.root.join(format!("{STAGING_PREFIX}{}-{}", std::process::id(), clock_nanos()));
         fs::create_dir_all(&path).with_context(|| format!("making {}", path.display()))?;
-        Ok(Staging { path })
+        // Locked under a name that the clearing does not look for, then renamed: never seen unlocked.
+        let (early, lock_path) = (path.join("lock.early"), path.join(LOCK_FILE));
+        let lock = File::create(&early).with_context(|| format!("making {}", early.display()))?;
+        lock.lock().with_context(|| format!("locking {}", early.display()))?;
+        fs::rename(&early, &lock_path).with_context(|| format!("making {}", lock_path.display()))?;
+        Ok(Staging { path, _lock: lock })
     }
 }
 
 /// A download in progress.
 pub struct Staging {
     path: PathBuf,
+    /// Tells other processes that this folder is in use; the system lets go of it when this one dies.
+    _lock: File,
+}
+
+fn clock_nanos() -> u128 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos())
 }
 
 impl Staging {
@@ -113,7 +125,38 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // Left-overs only cost disk; the next pull of this process id clears them.
+        // Left-overs only cost disk; the next pull clears them.
         let _ = fs::remove_dir_all(&self.path);
+    }
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn staging_in_use_stays_and_abandoned_staging_goes() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().to_owned()).unwrap();
+        let mine = cache.staging().unwrap();
+        let abandoned = folder.path().join(".staging-1-1");
+        fs::create_dir(&abandoned).unwrap();
+        fs::write(abandoned.join(LOCK_FILE), "").unwrap();
+        fs::write(abandoned.join("half.gguf"), "GGUF").unwrap();
+        let another = cache.staging().unwrap();
+        assert!(mine.path().exists() && another.path().exists() && !abandoned.exists());
+        drop(mine);
+        drop(another);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn half_a_named_model_is_not_found() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = Cache::at(folder.path().to_owned()).unwrap();
+        let model = ModelRef::parse("smollm2-135m").unwrap();
+        fs::write(cache.path_of(&model), "GGUF").unwrap();
+        assert_eq!(cache.find(&model), None);
     }
 }

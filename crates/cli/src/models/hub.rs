@@ -5,15 +5,17 @@ use super::cache::Cache;
 use super::pull::byte_bar;
 use super::wheel::hex;
 use crate::environment;
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use hf_hub::api::Progress;
-use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
-use hf_hub::{Repo, RepoType};
+use hf_hub::api::sync::{Api, ApiBuilder, ApiError, ApiRepo, Metadata};
+use hf_hub::{Cache as HubCache, CacheRepo, Repo, RepoType};
 use indicatif::ProgressBar;
 use sha2::{Digest, Sha256};
 use std::fs::{self, File};
-use std::io::Read;
+use std::io::{ErrorKind, Read};
+use std::panic::{self, AssertUnwindSafe};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 /// Files besides weights that a checkpoint may have.
 const COMPANIONS: &[&str] = &[
@@ -25,67 +27,219 @@ const COMPANIONS: &[&str] = &[
     "model.safetensors.index.json",
 ];
 
-/// Fetches `repo` at `revision` and returns the folder (safetensors) or file (a single GGUF).
+/// How often a broken download is taken up again before the person is told.
+const ATTEMPTS: u32 = 3;
+
+/// Fetches `repo` at `revision` and returns the folder (safetensors) or file (a single GGUF). What was
+/// fetched completely or in part before a failure is kept and not fetched again.
 ///
 /// # Errors
 /// One sentence: no network, no such repository, nothing loadable in it, a wrong checksum.
 pub fn pull(cache: &Cache, repo: &str, revision: &str, target: &Path) -> Result<PathBuf> {
-    let api = client(cache)?;
-    let handle = api.repo(Repo::with_revision(repo.to_owned(), RepoType::Model, revision.to_owned()));
-    let listing = handle.info().map_err(|e| explain(&e, repo))?;
+    let hub = Hub::new(cache, repo, revision)?;
+    let listing = hub.ask(|| hub.files.info())?;
     let names: Vec<&str> = listing.siblings.iter().map(|s| s.rfilename.as_str()).collect();
     let wanted = choose_files(&names).with_context(|| format!("{repo}@{revision}"))?;
+    let blobs: Vec<PathBuf> = wanted.iter().map(|name| hub.fetch(name)).collect::<Result<_>>()?;
 
     let staging = cache.staging()?;
-    for name in &wanted {
-        let metadata = api.metadata(&handle.url(name)).map_err(|e| explain(&e, repo))?;
-        let bar = HubBar(byte_bar(metadata.size() as u64, name));
-        let blob = handle.download_with_progress(name, bar).map_err(|e| explain(&e, repo))?;
-        check_sum(&blob, metadata.etag(), name)?;
-        let destination = staging.path().join(name);
-        fs::copy(&blob, &destination).with_context(|| format!("writing {}", destination.display()))?;
+    let model = staging.path().join("model");
+    fs::create_dir(&model).with_context(|| format!("making {}", model.display()))?;
+    for (name, blob) in wanted.iter().zip(&blobs) {
+        let destination = model.join(name);
+        // A second name for the same bytes where the file system can, and so no second gigabytes.
+        if fs::hard_link(blob, &destination).is_err() {
+            fs::copy(blob, &destination).with_context(|| format!("writing {}", destination.display()))?;
+        }
     }
     if let Some(parent) = target.parent() {
         fs::create_dir_all(parent).with_context(|| format!("making {}", parent.display()))?;
     }
-    if let [only] = wanted.as_slice()
-        && only.ends_with(".gguf")
-    {
-        fs::create_dir_all(target).with_context(|| format!("making {}", target.display()))?;
-        let file = target.join(only);
-        fs::rename(staging.path().join(only), &file).with_context(|| format!("moving the model to {}", file.display()))?;
-        return Ok(file);
+    fs::rename(&model, target).with_context(|| format!("moving the model to {}", target.display()))?;
+    // Best effort: what stays only costs disk.
+    let _ = fs::remove_dir_all(hub.downloads());
+    match wanted.as_slice() {
+        [only] if only.ends_with(".gguf") => Ok(target.join(only)),
+        _ => Ok(target.to_owned()),
     }
-    fs::rename(staging.path(), target).with_context(|| format!("moving the model to {}", target.display()))?;
-    Ok(target.to_owned())
 }
 
-fn client(cache: &Cache) -> Result<Api> {
-    let mut builder = ApiBuilder::new()
-        .with_progress(false)
-        .with_retries(2)
-        .with_token(environment::hub_token())
-        .with_cache_dir(cache.root().join("hub"));
-    if let Some(endpoint) = environment::hub_endpoint() {
-        let endpoint = endpoint.trim_end_matches('/').to_owned();
-        if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
-            bail!("HF_ENDPOINT = {endpoint}: expected an http:// or https:// address");
+/// One repository on the hub.
+struct Hub {
+    api: Api,
+    files: ApiRepo,
+    repo: Repo,
+    name: String,
+    downloads_root: PathBuf,
+}
+
+impl Hub {
+    fn new(cache: &Cache, name: &str, revision: &str) -> Result<Self> {
+        let downloads_root = cache.root().join("hub");
+        // The client's own retries append at a wrong offset after a resume; `fetch` tries again itself.
+        let mut builder = ApiBuilder::from_cache(HubCache::new(downloads_root.clone()))
+            .with_progress(false)
+            .with_retries(0)
+            .with_token(environment::hub_token());
+        if let Some(endpoint) = environment::hub_endpoint() {
+            let endpoint = endpoint.trim_end_matches('/').to_owned();
+            if !endpoint.starts_with("http://") && !endpoint.starts_with("https://") {
+                bail!("HF_ENDPOINT = {endpoint}: expected an http:// or https:// address");
+            }
+            builder = builder.with_endpoint(endpoint);
         }
-        builder = builder.with_endpoint(endpoint);
+        let api = builder.build().map_err(|e| anyhow!("the Hugging Face client cannot start: {e}"))?;
+        let repo = Repo::with_revision(name.to_owned(), RepoType::Model, revision.to_owned());
+        Ok(Self { files: api.repo(repo.clone()), api, repo, name: name.to_owned(), downloads_root })
     }
-    builder.build().map_err(|e| anyhow::anyhow!("the Hugging Face client cannot start: {e}"))
+
+    /// Where the client keeps what it fetches of this repository.
+    fn downloads(&self) -> PathBuf {
+        self.downloads_root.join(self.repo.folder_name())
+    }
+
+    /// The client's names for files in it.
+    fn cached(&self) -> CacheRepo {
+        HubCache::new(self.downloads_root.clone()).repo(self.repo.clone())
+    }
+
+    /// Runs one call of the client; its errors, and its panics over odd answers, become sentences.
+    fn ask<T>(&self, call: impl FnOnce() -> Result<T, ApiError>) -> Result<T> {
+        self.attempt(call)?.map_err(|e| self.explain(&e))
+    }
+
+    fn attempt<T>(&self, call: impl FnOnce() -> Result<T, ApiError>) -> Result<Result<T, ApiError>> {
+        let hook = panic::take_hook();
+        panic::set_hook(Box::new(|fault| tracing::debug!("the Hugging Face client: {fault}")));
+        let outcome = panic::catch_unwind(AssertUnwindSafe(call));
+        panic::set_hook(hook);
+        outcome.map_err(|_| anyhow!("{}: the hub answers in a way that its client does not understand", self.name))
+    }
+
+    /// Fetches one file, whole and checked, and returns where it lies.
+    fn fetch(&self, name: &str) -> Result<PathBuf> {
+        let metadata = self.ask(|| self.api.metadata(&self.files.url(name)))?;
+        // Both become parts of paths.
+        for (what, text) in [("etag", metadata.etag()), ("x-repo-commit", metadata.commit_hash())] {
+            if !is_plain_tag(text) {
+                bail!("{}: the hub's {what} for {name} is not one: {text:?}", self.name);
+            }
+        }
+        let blob = self.cached().blob_path(metadata.etag());
+        if file_bytes(&blob) != Some(metadata.size() as u64) {
+            self.download(name, &metadata, &blob)?;
+        }
+        check_sum(&blob, metadata.etag(), name)?;
+        Ok(blob)
+    }
+
+    fn download(&self, name: &str, metadata: &Metadata, blob: &Path) -> Result<()> {
+        let expected = metadata.size() as u64;
+        let partial = blob.with_extension("part");
+        let pointer = self.cached().pointer_path(metadata.commit_hash()).join(name);
+        let bar = byte_bar(expected, name);
+        let mut fault = None;
+        for attempt in 0..ATTEMPTS {
+            if attempt > 0 {
+                std::thread::sleep(Duration::from_millis(300 << attempt));
+            }
+            // The client would ask for the bytes after the last one, for ever.
+            if file_bytes(&partial).is_some_and(|n| n >= expected) {
+                fs::remove_file(&partial).with_context(|| format!("removing {}", partial.display()))?;
+            }
+            // A link to a blob that was refused and removed stops the client; without one it makes its own.
+            if pointer.is_symlink() {
+                fs::remove_file(&pointer).with_context(|| format!("removing {}", pointer.display()))?;
+            }
+            match self.attempt(|| self.files.download_with_progress(name, HubBar(bar.clone())))? {
+                Ok(_) if file_bytes(blob) == Some(expected) => return Ok(()),
+                Ok(_) => {
+                    // Too short or too long: a server that ignores ranges, or a silent cut.
+                    fs::remove_file(blob).with_context(|| format!("removing {}", blob.display()))?;
+                    fault = Some(anyhow!("{name}: the hub did not send the {expected} bytes that it had announced"));
+                }
+                Err(e) if is_passing(&e) => fault = Some(self.explain(&e)),
+                Err(e) => return Err(self.explain(&e)),
+            }
+        }
+        bar.finish_and_clear();
+        let kept = file_bytes(&partial).map_or_else(String::new, |n| {
+            format!("; {n} of {expected} bytes are kept, and pulling again goes on from there")
+        });
+        Err(fault.unwrap_or_else(|| anyhow!("{name}: nothing was fetched")).context(format!("{name}{kept}")))
+    }
+
+    fn explain(&self, error: &ApiError) -> anyhow::Error {
+        let name = &self.name;
+        if is_storage_full(error) {
+            return anyhow!("no space left on the disk of the model cache");
+        }
+        match (error, status_of(error)) {
+            (_, Some(404)) => anyhow!("{name}: no such repository, revision or file on the hub"),
+            (_, Some(401 | 403)) => anyhow!(
+                "{name}: the hub refuses access: there is no such repository, or it is private or gated and HF_TOKEN \
+                 must hold a token that may read it"
+            ),
+            (_, Some(429)) => anyhow!("{name}: the hub asks to wait before the next request (HTTP status 429)"),
+            (_, Some(status)) => anyhow!("{name}: the hub answered with HTTP status {status}; try again later"),
+            (ApiError::LockAcquisition(_), _) => anyhow!("{name}: another process is fetching it right now"),
+            (ApiError::MissingHeader(header) | ApiError::InvalidHeader(header), _) => {
+                anyhow!("{name}: the server's answer has no usable header {header}: is HF_ENDPOINT a Hugging Face hub?")
+            }
+            (ApiError::RequestError(e), _) if e.to_string().starts_with("json: ") => {
+                anyhow!(
+                    "{name}: the server's answer is no listing of a repository: is HF_ENDPOINT a Hugging Face hub? ({e})"
+                )
+            }
+            _ => anyhow!("{name}: the hub cannot be reached: no network? ({error})"),
+        }
+    }
+}
+
+/// The HTTP status in an error. The client keeps it only as text.
+fn status_of(error: &ApiError) -> Option<u16> {
+    let ApiError::RequestError(inner) = error else {
+        return None;
+    };
+    inner.to_string().strip_prefix("http status: ")?.parse().ok()
+}
+
+fn is_storage_full(error: &ApiError) -> bool {
+    matches!(error, ApiError::IoError(e) if matches!(e.kind(), ErrorKind::StorageFull | ErrorKind::QuotaExceeded))
+}
+
+/// Whether asking again may help: a broken connection, or a server in trouble.
+fn is_passing(error: &ApiError) -> bool {
+    match error {
+        ApiError::RequestError(_) => status_of(error).is_none_or(|status| status >= 500),
+        ApiError::IoError(_) => !is_storage_full(error),
+        _ => false,
+    }
+}
+
+/// Whether a text of the server's can be part of a path and stays where it is put.
+fn is_plain_tag(text: &str) -> bool {
+    !text.is_empty()
+        && text.len() <= 256
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c))
+        && text.split('/').all(|part| !part.is_empty() && !part.starts_with('.'))
+}
+
+fn file_bytes(path: &Path) -> Option<u64> {
+    fs::metadata(path).ok().filter(fs::Metadata::is_file).map(|m| m.len())
 }
 
 /// Which files of a repository make a loadable model: config, tokenizer and safetensors, or else the
 /// only GGUF.
 fn choose_files(names: &[&str]) -> Result<Vec<String>> {
-    // A name from outside never leaves the folder it is put in.
-    let flat = |name: &&&str| !name.contains(['/', '\\']) && !name.starts_with('.');
+    // A name from outside never leaves the folder it is put in, nor changes the address it is fetched from.
+    let flat = |name: &&&str| is_plain_tag(name) && !name.contains('/');
     let weights: Vec<&str> = names.iter().filter(flat).copied().filter(|n| n.ends_with(".safetensors")).collect();
     if !weights.is_empty() && names.contains(&"config.json") {
         // Shards and a consolidated copy may lie side by side: with an index, only shards count.
         let sharded = names.contains(&"model.safetensors.index.json");
-        let weights = weights.into_iter().filter(|n| if sharded { n.contains("-of-") } else { *n == "model.safetensors" });
+        let weights =
+            weights.into_iter().filter(|n| if sharded { n.contains("-of-") } else { *n == "model.safetensors" });
         let mut chosen: Vec<String> =
             COMPANIONS.iter().filter(|c| names.contains(c)).map(|c| (*c).to_owned()).collect();
         chosen.extend(weights.map(str::to_owned));
@@ -121,24 +275,11 @@ fn check_sum(path: &Path, etag: &str, name: &str) -> Result<()> {
     }
     let sum = hex(&hash.finalize());
     if !sum.eq_ignore_ascii_case(etag) {
-        // A damaged partial file would be resumed for ever.
-        let _ = fs::remove_file(fs::canonicalize(path).unwrap_or_else(|_| path.to_owned()));
+        // Kept, it would be taken for whole the next time.
+        fs::remove_file(path).with_context(|| format!("removing the damaged {}", path.display()))?;
         bail!("{name}: SHA-256 is {sum}, expected {etag}; the damaged file was removed, pull again");
     }
     Ok(())
-}
-
-fn explain(error: &ApiError, repo: &str) -> anyhow::Error {
-    let text = error.to_string();
-    if text.contains("404") {
-        anyhow::anyhow!("{repo}: no such repository, revision or file on the hub")
-    } else if text.contains("401") || text.contains("403") {
-        anyhow::anyhow!("{repo}: the hub refuses access; a gated or private repository needs HF_TOKEN")
-    } else if text.to_lowercase().contains("no space left") {
-        anyhow::anyhow!("no space left on the disk of the model cache")
-    } else {
-        anyhow::anyhow!("{repo}: the hub cannot be reached or answered wrongly: no network? ({text})")
-    }
 }
 
 struct HubBar(ProgressBar);
@@ -165,7 +306,8 @@ mod tests {
 
     #[test]
     fn safetensors_win_and_stray_files_stay_out() {
-        let names = ["README.md", "config.json", "tokenizer.json", "model.safetensors", "onnx/model.onnx", "pytorch_model.bin"];
+        let names =
+            ["README.md", "config.json", "tokenizer.json", "model.safetensors", "onnx/model.onnx", "pytorch_model.bin"];
         assert_eq!(choose_files(&names).unwrap(), ["config.json", "tokenizer.json", "model.safetensors"]);
         let names = [
             "config.json",
@@ -186,11 +328,21 @@ mod tests {
     }
 
     #[test]
+    fn tags_that_would_leave_the_folder_are_refused() {
+        assert!(is_plain_tag("0123456789abcdef") && is_plain_tag("W/abc-gzip"));
+        for evil in ["", "/etc/passwd", "../x", "a/../b", "a//b", ".ssh", "a b", "a\u{0}"] {
+            assert!(!is_plain_tag(evil), "{evil:?}");
+        }
+    }
+
+    #[test]
     fn one_gguf_is_taken_and_several_are_listed() {
         assert_eq!(choose_files(&["a.gguf", "README.md"]).unwrap(), ["a.gguf"]);
         let message = choose_files(&["a.Q4_0.gguf", "a.Q8_0.gguf"]).unwrap_err().to_string();
         assert!(message.contains("a.Q4_0.gguf, a.Q8_0.gguf"), "{message}");
         assert!(choose_files(&["README.md"]).is_err());
-        assert!(choose_files(&["../../evil.gguf"]).is_err());
+        for evil in ["../../evil.gguf", "..\\evil.gguf", "/evil.gguf", "evil.gguf?x=.gguf", ".gguf"] {
+            assert!(choose_files(&[evil]).is_err(), "{evil}");
+        }
     }
 }

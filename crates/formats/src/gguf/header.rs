@@ -119,12 +119,16 @@ fn read_counts<R: Read>(source: &mut Source<'_, R>) -> Result<(u64, u64)> {
     for (what, found, limit, min_bytes, offset) in limits {
         let error = |kind| FormatError::new(source.file(), kind).in_field(what).at(offset);
         if found > limit {
-            return Err(error(FormatErrorKind::LimitExceeded { what, found, limit }));
+            return Err(error(FormatErrorKind::LimitExceeded {
+                what: "the count",
+                found,
+                limit,
+            }));
         }
         let (needed, remaining) = (found * min_bytes, source.remaining());
         if needed > remaining {
             return Err(error(FormatErrorKind::Truncated {
-                what,
+                what: "a list of that many",
                 needed,
                 remaining,
             }));

@@ -40,7 +40,7 @@ pub(crate) fn parse<R: Read>(mut reader: R, length: u64, file: &Path) -> Result<
         })
     } else if header_bytes > MAX_HEADER_BYTES {
         Some(FormatErrorKind::LimitExceeded {
-            what,
+            what: "the length",
             found: header_bytes,
             limit: MAX_HEADER_BYTES,
         })

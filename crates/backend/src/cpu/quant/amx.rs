@@ -11,9 +11,9 @@
 //! Written with `asm!`, as the intrinsics are not stable. Tile registers are used only between `begin`
 //! and `end` of one tile of work on one thread: `begin` loads a configuration, `end` releases it.
 
-use super::activations::ActBlock;
+use super::activations::{ActBlock, FineBlock};
 use super::avx512vnni::{self, Avx512Vnni};
-use super::layout::Format;
+use super::layout::{BLOCK_COLS, Format};
 use super::tile::{ActRows, Chunk, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -38,13 +38,7 @@ struct TileConfig {
 impl TileConfig {
     /// Results in tiles 0..4, activations in 4 and 5, weights in 6 and 7.
     const fn new(group: usize) -> Self {
-        let mut config = Self {
-            palette: 1,
-            start_row: 0,
-            reserved: [0; 14],
-            row_bytes: [64; 16],
-            rows: [16; 16],
-        };
+        let mut config = Self { palette: 1, start_row: 0, reserved: [0; 14], row_bytes: [64; 16], rows: [16; 16] };
         #[allow(clippy::cast_possible_truncation)] // 16 or 32
         let (group_bytes, group_rows) = (group as u16, group as u8 / 4);
         config.row_bytes[4] = group_bytes;
@@ -68,31 +62,48 @@ struct Dots([[i32; 16]; ROWS]);
 /// Groups whose products are issued together.
 const BATCH: usize = 4;
 
-/// A run of groups: where their operands lie.
+/// A chunk's groups: where their operands lie, and which of them have activations in two planes.
 #[derive(Clone, Copy)]
 struct Groups {
-    /// Activation codes of the first row of the chunk's first block.
     acts: ActRows,
     /// Operands of the chunk's first block.
     operands: *const u8,
     /// Columns of a group.
     group: usize,
+    /// Groups of the chunk.
+    count: usize,
+    /// Bit `b`: block `b` is an outlier block in some row.
+    outliers: u32,
+}
+
+/// One plane of a group's activation codes.
+#[derive(Clone, Copy)]
+struct Codes {
+    /// The first row's.
+    first: *const i8,
+    /// Bytes from one row to the next.
+    stride: usize,
 }
 
 impl Groups {
     /// # Safety
     /// The chunk has group `i`.
     #[inline(always)]
-    unsafe fn codes(self, i: usize) -> *const i8 {
-        let groups = 32 / self.group;
+    unsafe fn codes(self, i: usize) -> Codes {
+        let per_block = BLOCK_COLS / self.group;
         // SAFETY: the caller's promise.
-        unsafe { (*self.acts.at(0, i / groups)).q.as_ptr().add(i % groups * self.group) }
+        let first = unsafe { (*self.acts.at(0, i / per_block)).q.as_ptr().add(i % per_block * self.group) };
+        Codes { first, stride: self.acts.stride * size_of::<ActBlock>() }
     }
 
-    /// Bytes from one row of activation codes to the next.
+    /// # Safety
+    /// The chunk has group `i`.
     #[inline(always)]
-    fn act_stride(self) -> usize {
-        self.acts.stride * size_of::<ActBlock>()
+    unsafe fn fine_codes(self, i: usize) -> Codes {
+        let per_block = BLOCK_COLS / self.group;
+        // SAFETY: the caller's promise.
+        let first = unsafe { self.acts.fine_at(0, i / per_block).cast::<i8>().add(i % per_block * self.group) };
+        Codes { first, stride: self.acts.stride * size_of::<FineBlock>() }
     }
 
     /// # Safety
@@ -102,14 +113,54 @@ impl Groups {
         // SAFETY: the caller's promise; a group's operands are 16 bytes a column.
         unsafe { self.operands.add(i * 16 * self.group) }
     }
+
+    /// Whether group `i` has a second plane in some row.
+    #[inline(always)]
+    fn has_fine(self, i: usize) -> bool {
+        (self.outliers >> (i * self.group / BLOCK_COLS)) & 1 == 1
+    }
 }
 
-/// Multiplies group `i` and stores the result.
+/// Products of a batch of groups, with the second plane's where there is one.
+struct Batch {
+    coarse: [Dots; BATCH],
+    fine: [Dots; BATCH],
+}
+
+impl Batch {
+    const ZERO: Self =
+        Self { coarse: [const { Dots([[0; 16]; ROWS]) }; BATCH], fine: [const { Dots([[0; 16]; ROWS]) }; BATCH] };
+
+    /// Fills it with the groups from `first` on, four or those that are left.
+    ///
+    /// # Safety
+    /// Tiles are configured; 16 rows of activations are readable.
+    #[inline(always)]
+    unsafe fn fill(&mut self, groups: Groups, first: usize) {
+        // SAFETY: groups below `count` exist; the caller's promise.
+        unsafe {
+            if first + BATCH <= groups.count {
+                product_batch(groups, first, &mut self.coarse);
+            } else {
+                for (i, dots) in (first..groups.count).zip(&mut self.coarse) {
+                    product(groups.codes(i), groups.operands(i), dots);
+                }
+            }
+            for (i, dots) in (first..groups.count).zip(&mut self.fine) {
+                if groups.has_fine(i) {
+                    product(groups.fine_codes(i), groups.operands(i), dots);
+                }
+            }
+        }
+    }
+}
+
+/// Multiplies a group and stores the result.
 ///
 /// # Safety
-/// Tiles are configured; the chunk has the group and 16 rows of activations are readable.
+/// Tiles are configured for the group's width; 16 rows of codes and the operands are readable.
 #[inline(always)]
-unsafe fn product(groups: Groups, i: usize, dots: &mut Dots) {
+unsafe fn product(codes: Codes, operands: *const u8, dots: &mut Dots) {
     // SAFETY: reads 16 rows of codes and the operands, writes the 16 rows of `dots`, as the caller
     // promised; touches only the tiles named.
     unsafe {
@@ -119,9 +170,9 @@ unsafe fn product(groups: Groups, i: usize, dots: &mut Dots) {
             "tileloadd tmm6, [{operands} + {line}]",
             "tdpbssd tmm0, tmm4, tmm6",
             "tilestored [{dots} + {line}], tmm0",
-            codes = in(reg) groups.codes(i),
-            act_stride = in(reg) groups.act_stride(),
-            operands = in(reg) groups.operands(i),
+            codes = in(reg) codes.first,
+            act_stride = in(reg) codes.stride,
+            operands = in(reg) operands,
             line = in(reg) 64usize,
             dots = in(reg) dots,
             options(nostack, preserves_flags),
@@ -158,11 +209,11 @@ unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
             "tilestored [{dots} + {line} + 1024], tmm1",
             "tilestored [{dots} + {line} + 2048], tmm2",
             "tilestored [{dots} + {line} + 3072], tmm3",
-            codes0 = in(reg) groups.codes(i),
-            codes1 = in(reg) groups.codes(i + 1),
-            codes2 = in(reg) groups.codes(i + 2),
-            codes3 = in(reg) groups.codes(i + 3),
-            act_stride = in(reg) groups.act_stride(),
+            codes0 = in(reg) groups.codes(i).first,
+            codes1 = in(reg) groups.codes(i + 1).first,
+            codes2 = in(reg) groups.codes(i + 2).first,
+            codes3 = in(reg) groups.codes(i + 3).first,
+            act_stride = in(reg) groups.codes(i).stride,
             operands0 = in(reg) groups.operands(i),
             operands1 = in(reg) groups.operands(i + 1),
             operands2 = in(reg) groups.operands(i + 2),
@@ -174,28 +225,17 @@ unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
     }
 }
 
-/// Multiplies the groups from `first` on, four or those that are left.
-///
-/// # Safety
-/// As [`product`], for each.
-#[inline(always)]
-unsafe fn products_from(groups: Groups, first: usize, num_groups: usize, dots: &mut [Dots; BATCH]) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        if first + BATCH <= num_groups {
-            product_batch(groups, first, dots);
-        } else {
-            for (i, dots) in (first..num_groups).zip(dots) {
-                product(groups, i, dots);
-            }
-        }
-    }
-}
-
-/// Scales a group's products and adds them.
+/// Scales a group's products and adds them. `FINE`: those of the second plane belong to it, in rows whose
+/// block is no outlier all zeros.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn add_scaled<F: Format>(chunk: &Chunk, i: usize, acts: ActRows, dots: &Dots, acc: &mut [__m512; ROWS]) {
+unsafe fn add_scaled<F: Format, const FINE: bool>(
+    chunk: &Chunk,
+    i: usize,
+    acts: ActRows,
+    (coarse, fine): (&Dots, &Dots),
+    acc: &mut [__m512; ROWS],
+) {
     let groups = F::LAYOUT.groups();
     let (block, g) = (i / groups, i % groups);
     // SAFETY: the chunk has the group; 16 rows have the block.
@@ -204,11 +244,31 @@ unsafe fn add_scaled<F: Format>(chunk: &Chunk, i: usize, acts: ActRows, dots: &D
         let m = _mm512_load_ps(chunk.m.as_ptr().add(i).cast());
         for (t, acc) in acc.iter_mut().enumerate() {
             let a = &*acts.at(t, block);
-            let dot = _mm512_cvtepi32_ps(_mm512_load_si512(dots.0.as_ptr().add(t).cast()));
-            *acc = _mm512_fmadd_ps(dot, _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
+            let mut dot = _mm512_load_si512(coarse.0.as_ptr().add(t).cast());
+            if FINE {
+                let shifted = _mm512_sllv_epi32(dot, _mm512_set1_epi32(a.shift.cast_signed()));
+                dot = _mm512_add_epi32(shifted, _mm512_load_si512(fine.0.as_ptr().add(t).cast()));
+            }
+            *acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
             if F::LAYOUT.scale.has_min() {
                 let sum_x = if groups == 1 { a.sum_x } else { a.sum_x_half[g] };
                 *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), *acc);
+            }
+        }
+    }
+}
+
+/// Adds the products of a batch, whose first group is `first`.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+unsafe fn add_batch<F: Format>(chunk: &Chunk, groups: Groups, first: usize, batch: &Batch, acc: &mut [__m512; ROWS]) {
+    for (i, dots) in (first..groups.count).zip(batch.coarse.iter().zip(&batch.fine)) {
+        // SAFETY: the chunk has the groups below `count`.
+        unsafe {
+            if groups.has_fine(i) {
+                add_scaled::<F, true>(chunk, i, groups.acts, dots, acc);
+            } else {
+                add_scaled::<F, false>(chunk, i, groups.acts, dots, acc);
             }
         }
     }
@@ -225,8 +285,8 @@ unsafe fn load_acc(out: OutRows, valid: usize, start: Start) -> [__m512; ROWS] {
     let mut acc = [_mm512_setzero_ps(); ROWS];
     if start == Start::FromOut {
         for (t, acc) in acc.iter_mut().enumerate() {
-            // SAFETY: rows below `valid` exist; masked lanes are not touched.
             let row = out.ptr.wrapping_add(t * out.stride);
+            // SAFETY: rows below `valid` exist; masked lanes are not touched.
             *acc = unsafe { _mm512_maskz_loadu_ps(lane_mask(out, valid, t), row) };
         }
     }
@@ -252,32 +312,26 @@ unsafe fn sixteen_rows<F: Format>(
     out: OutRows,
     valid: usize,
     start: Start,
+    batches: &mut [Batch; 2],
 ) {
     let layout = F::LAYOUT;
-    let num_groups = num_blocks * layout.groups();
     let groups = Groups {
         acts,
         operands: chunk.q.as_ptr().cast(),
         group: layout.group,
+        count: num_blocks * layout.groups(),
+        // SAFETY: the first `valid` rows exist.
+        outliers: unsafe { acts.outliers(valid) },
     };
-    let mut now = [const { Dots([[0; 16]; ROWS]) }; BATCH];
-    let mut ahead = [const { Dots([[0; 16]; ROWS]) }; BATCH];
-    // SAFETY: groups are below `num_groups`; as promised to `IntKernel::many`.
+    let [mut now, mut ahead] = batches.each_mut();
+    // SAFETY: groups are below `count`; as promised to `IntKernel::many`.
     unsafe {
         let mut acc = load_acc(out, valid, start);
-        let (mut now, mut ahead) = (&mut now, &mut ahead);
-        products_from(groups, 0, num_groups, now);
-        let mut first = 0;
-        while first + BATCH <= num_groups {
-            products_from(groups, first + BATCH, num_groups, ahead);
-            for (i, dots) in now.iter().enumerate() {
-                add_scaled::<F>(chunk, first + i, acts, dots, &mut acc);
-            }
+        now.fill(groups, 0);
+        for first in (0..groups.count).step_by(BATCH) {
+            ahead.fill(groups, first + BATCH);
+            add_batch::<F>(chunk, groups, first, now, &mut acc);
             std::mem::swap(&mut now, &mut ahead);
-            first += BATCH;
-        }
-        for (i, dots) in (first..num_groups).zip(now.iter()) {
-            add_scaled::<F>(chunk, i, acts, dots, &mut acc);
         }
         store_acc(out, valid, &acc);
     }
@@ -333,19 +387,14 @@ impl IntKernel for Amx {
         num_t: usize,
         start: Start,
     ) {
+        let mut batches = [const { Batch::ZERO }; 2];
         for t in (0..num_t).step_by(ROWS) {
             for panel in panels {
                 // SAFETY: rows `t..` exist; as promised to this method.
                 unsafe {
-                    let acts = ActRows {
-                        ptr: acts.at(t, 0),
-                        ..acts
-                    };
-                    let out = OutRows {
-                        ptr: panel.out.row(t),
-                        ..panel.out
-                    };
-                    sixteen_rows::<F>(panel.chunk, num_blocks, acts, out, ROWS.min(num_t - t), start);
+                    let acts = acts.skip(t, 0);
+                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
+                    sixteen_rows::<F>(panel.chunk, num_blocks, acts, out, ROWS.min(num_t - t), start, &mut batches);
                 }
             }
         }

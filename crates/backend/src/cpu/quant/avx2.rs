@@ -5,8 +5,8 @@
 //! (8 * 2 * 15 * 127 = 30480), 5 bits four, 6 bits two; 8-bit codes go in as magnitudes with the
 //! weight's sign moved to the activation (2 * 128 * 127 = 32512).
 
-use super::activations::{ActBlock, BlockScale, FINE_BITS, FineBlock, outlier_limit};
-use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, ScaleKind};
+use super::activations::{ActBlock, FineBlock};
+use super::layout::{BLOCK_COLS, Format, ScaleKind};
 use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
@@ -15,6 +15,8 @@ use std::ops::Range;
 /// AVX2, FMA, F16C.
 pub(super) struct Avx2;
 
+/// Blocks whose weights are held in f32 at once.
+const FLOAT_BLOCKS: usize = 8;
 /// Rows of activations of the largest micro-kernel.
 const ROWS: usize = 4;
 
@@ -85,8 +87,8 @@ unsafe fn unpack<const BITS: usize>(block: *const u8, half: usize) -> [__m256i; 
 #[inline]
 fn two_bits(v: [__m256i; 2], at: i32, q: &mut [__m256i; 8]) {
     let mask = _mm256_set1_epi16(0x0303 << at);
-    for (i, q) in q.iter_mut().enumerate() {
-        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v[i / 4], 2 * (i as i32 % 4), at), mask));
+    for (i, (from, q)) in [0, 2, 4, 6].into_iter().cycle().zip(q).enumerate() {
+        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v[i / 4], from, at), mask));
     }
 }
 
@@ -95,8 +97,8 @@ fn two_bits(v: [__m256i; 2], at: i32, q: &mut [__m256i; 8]) {
 #[inline]
 fn one_bit(v: __m256i, at: i32, q: &mut [__m256i; 8]) {
     let mask = _mm256_set1_epi16(0x0101 << at);
-    for (i, q) in q.iter_mut().enumerate() {
-        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v, i as i32, at), mask));
+    for (from, q) in (0..8).zip(q) {
+        *q = _mm256_or_si256(*q, _mm256_and_si256(shift_bits(v, from, at), mask));
     }
 }
 
@@ -154,10 +156,7 @@ unsafe fn packed_scales<F: Format>(panel: Panel, group: usize, half: usize) -> (
                 let scale = _mm256_and_si256(pair, _mm256_set1_epi32(15));
                 let d = _mm256_mul_ps(halves(supers, half), _mm256_cvtepi32_ps(scale));
                 let min = _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(pair));
-                (
-                    d,
-                    _mm256_xor_ps(_mm256_mul_ps(halves(supers.add(32), half), min), negate),
-                )
+                (d, _mm256_xor_ps(_mm256_mul_ps(halves(supers.add(32), half), min), negate))
             }
             ScaleKind::Signed => {
                 let scale = _mm256_cvtepi8_epi32(_mm_loadl_epi64(record.add(8 * half).cast()));
@@ -188,10 +187,7 @@ unsafe fn packed_operands<F: Format>(panel: Panel, block: usize, half: usize) ->
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 unsafe fn centred<F: Format>((d, m): (__m256, __m256)) -> (__m256, __m256) {
-    (
-        d,
-        _mm256_fmadd_ps(d, _mm256_set1_ps((1u32 << F::LAYOUT.log2_zero) as f32), m),
-    )
+    (d, _mm256_fmadd_ps(d, _mm256_set1_ps((1u32 << F::LAYOUT.log2_zero) as f32), m))
 }
 
 impl<F: Format> Source for Packed<F> {
@@ -228,10 +224,7 @@ impl<F: Format> Source for Widened<'_, F> {
         // SAFETY: the chunk has this group.
         unsafe {
             let d = _mm256_load_ps(self.chunk.d.as_ptr().add(group).cast::<f32>().add(8 * half));
-            (
-                d,
-                _mm256_load_ps(self.chunk.m.as_ptr().add(group).cast::<f32>().add(8 * half)),
-            )
+            (d, _mm256_load_ps(self.chunk.m.as_ptr().add(group).cast::<f32>().add(8 * half)))
         }
     }
 }
@@ -290,15 +283,15 @@ unsafe fn dot<F: Format>(q: &[__m256i], g: usize, a: &ActBlock, fine: Option<*co
     }
 }
 
-/// One block of one half for `T` rows of activations; `outliers`: whether any has it as an outlier block.
+/// One block of one half for `T` rows of activations; `OUTLIERS`: some have it as an
+/// outlier block.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-unsafe fn block_step<S: Source, const T: usize>(
+unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
     src: &S,
     block: usize,
     half: usize,
     acts: ActRows,
-    outliers: bool,
     acc: &mut [__m256; T],
 ) {
     let layout = S::F::LAYOUT;
@@ -311,7 +304,7 @@ unsafe fn block_step<S: Source, const T: usize>(
             for (t, acc) in acc.iter_mut().enumerate() {
                 let a = &*acts.at(t, block);
                 let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
-                let dot = dot::<S::F>(q, g, a, outliers.then(|| acts.fine_at(t, block)));
+                let dot = dot::<S::F>(q, g, a, OUTLIERS.then(|| acts.fine_at(t, block)));
                 *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(d, _mm256_set1_ps(a.d)), *acc);
                 if layout.scale.has_min() {
                     *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(sum_x), *acc);
@@ -358,19 +351,20 @@ unsafe fn store_acc<const T: usize>(out: OutRows, half: usize, acc: &[__m256; T]
 /// `T` rows over a packed panel, both halves in step so that memory is read front to back.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: OutRows) {
-    let src = Packed::<F> {
-        panel,
-        format: PhantomData,
-    };
+    let src = Packed::<F> { panel, format: PhantomData };
     // SAFETY: as promised to `IntKernel::few`.
     unsafe {
         let mut low = load_acc::<T>(out, 0, Start::Zero);
         let mut high = low;
         for block in 0..panel.shape.num_blocks {
             panel.prefetch_next::<F>(block);
-            let outliers = (0..T).any(|t| (*acts.at(t, block)).shift > 0);
-            block_step(&src, block, 0, acts, outliers, &mut low);
-            block_step(&src, block, 1, acts, outliers, &mut high);
+            if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
+                block_step::<_, T, true>(&src, block, 0, acts, &mut low);
+                block_step::<_, T, true>(&src, block, 1, acts, &mut high);
+            } else {
+                block_step::<_, T, false>(&src, block, 0, acts, &mut low);
+                block_step::<_, T, false>(&src, block, 1, acts, &mut high);
+            }
         }
         store_acc(out, 0, &low);
         store_acc(out, 1, &high);
@@ -394,7 +388,11 @@ unsafe fn many_rows<F: Format, const T: usize>(
         unsafe {
             let mut acc = load_acc::<T>(out, half, start);
             for block in 0..num_blocks {
-                block_step(&src, block, half, acts, (outliers >> block) & 1 == 1, &mut acc);
+                if (outliers >> block) & 1 == 1 {
+                    block_step::<_, T, true>(&src, block, half, acts, &mut acc);
+                } else {
+                    block_step::<_, T, false>(&src, block, half, acts, &mut acc);
+                }
             }
             store_acc(out, half, &acc);
         }
@@ -458,17 +456,8 @@ impl IntKernel for Avx2 {
             for panel in panels {
                 // SAFETY: rows `t..` exist; as promised to this method.
                 unsafe {
-                    let (chunk, acts) = (
-                        panel.chunk,
-                        ActRows {
-                            ptr: acts.at(t, 0),
-                            ..acts
-                        },
-                    );
-                    let out = OutRows {
-                        ptr: panel.out.row(t),
-                        ..panel.out
-                    };
+                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
+                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
                     match num_t - t {
                         1 => many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
                         2 => many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
@@ -485,10 +474,7 @@ impl IntKernel for Avx2 {
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 unsafe fn block_weights<F: Format>(chunk: &Chunk, block: usize, half: usize, w: &mut [__m256; BLOCK_COLS]) {
-    let src = Widened::<F> {
-        chunk,
-        format: PhantomData,
-    };
+    let src = Widened::<F> { chunk, format: PhantomData };
     // SAFETY: the chunk has the block.
     unsafe {
         let q = src.operands(block, half);
@@ -510,20 +496,30 @@ unsafe fn block_weights<F: Format>(chunk: &Chunk, block: usize, half: usize, w: 
     }
 }
 
+/// `T` rows over `num_blocks` blocks of f32 weights.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-unsafe fn float_rows<const T: usize>(w: &[__m256; BLOCK_COLS], x: FloatRows, out: OutRows, half: usize, start: Start) {
+unsafe fn float_rows<const T: usize>(
+    w: &[[__m256; BLOCK_COLS]],
+    x: FloatRows,
+    out: OutRows,
+    half: usize,
+    start: Start,
+) {
     // SAFETY: as promised to `FloatKernel::many_f32`.
     unsafe {
-        let mut part = [_mm256_setzero_ps(); T];
-        for (k, &w) in w.iter().enumerate() {
-            for (t, part) in part.iter_mut().enumerate() {
-                *part = _mm256_fmadd_ps(w, _mm256_set1_ps(*x.ptr.add(t * x.stride + k)), *part);
-            }
-        }
         let mut acc = load_acc::<T>(out, half, start);
-        for (acc, part) in acc.iter_mut().zip(part) {
-            *acc = _mm256_add_ps(*acc, part);
+        for (block, w) in w.iter().enumerate() {
+            let mut part = [_mm256_setzero_ps(); T];
+            for (k, &w) in w.iter().enumerate() {
+                for (t, part) in part.iter_mut().enumerate() {
+                    let x = _mm256_set1_ps(*x.ptr.add(t * x.stride + block * BLOCK_COLS + k));
+                    *part = _mm256_fmadd_ps(w, x, *part);
+                }
+            }
+            for (acc, part) in acc.iter_mut().zip(part) {
+                *acc = _mm256_add_ps(*acc, part);
+            }
         }
         store_acc(out, half, &acc);
     }
@@ -538,25 +534,25 @@ unsafe fn many_f32<F: Format>(
     out: OutRows,
     start: Start,
 ) {
+    let mut w = [[_mm256_setzero_ps(); BLOCK_COLS]; FLOAT_BLOCKS];
     for half in 0..2 {
-        let mut w = [_mm256_setzero_ps(); BLOCK_COLS];
-        for block in 0..num_blocks {
-            let start = if block == 0 { start } else { Start::FromOut };
+        for first in (0..num_blocks).step_by(FLOAT_BLOCKS) {
+            let blocks = FLOAT_BLOCKS.min(num_blocks - first);
+            let start = if first == 0 { start } else { Start::FromOut };
             // SAFETY: as promised to `FloatKernel::many_f32`; rows `t..` exist.
             unsafe {
-                block_weights::<F>(chunk, block, half, &mut w);
+                for (i, w) in w[..blocks].iter_mut().enumerate() {
+                    block_weights::<F>(chunk, first + i, half, w);
+                }
                 let mut t = 0;
                 while t < num_t {
-                    let x = FloatRows {
-                        ptr: x.ptr.add(t * x.stride + block * BLOCK_COLS),
-                        ..x
-                    };
+                    let x = FloatRows { ptr: x.ptr.add(t * x.stride + first * BLOCK_COLS), ..x };
                     let out = OutRows { ptr: out.row(t), ..out };
                     if num_t - t >= 8 {
-                        float_rows::<8>(&w, x, out, half, start);
+                        float_rows::<8>(&w[..blocks], x, out, half, start);
                         t += 8;
                     } else {
-                        float_rows::<1>(&w, x, out, half, start);
+                        float_rows::<1>(&w[..blocks], x, out, half, start);
                         t += 1;
                     }
                 }
@@ -583,92 +579,3 @@ impl FloatKernel for Avx2 {
         unsafe { many_f32::<F>(chunk, num_blocks, x, num_t, out, start) };
     }
 }
-
-/// Quantises a row with the same bits as the scalar code.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn quantize_row(x: &[f32], blocks: &mut [ActBlock], fine: &mut [FineBlock]) {
-    let mut squares = [_mm256_setzero_ps(); 4];
-    for x in x.chunks_exact(BLOCK_COLS) {
-        for (i, squares) in squares.iter_mut().enumerate() {
-            // SAFETY: `x` has 32 values.
-            let v = unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) };
-            // Not fused: the scalar code runs on machines without.
-            *squares = _mm256_add_ps(*squares, _mm256_mul_ps(v, v));
-        }
-    }
-    let mut lanes = [0.0f32; 32];
-    for (lanes, squares) in lanes.chunks_exact_mut(8).zip(squares) {
-        // SAFETY: eight lanes.
-        unsafe { _mm256_storeu_ps(lanes.as_mut_ptr(), squares) };
-    }
-    let limit = outlier_limit(lanes, x.len());
-    for ((x, block), fine) in x.chunks_exact(BLOCK_COLS).zip(blocks).zip(fine) {
-        // SAFETY: `x` has 32 values.
-        unsafe { quantize_block(x.as_ptr(), limit, block, fine) };
-    }
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-unsafe fn quantize_block(x: *const f32, limit: f32, block: &mut ActBlock, fine: &mut FineBlock) {
-    let magnitude = _mm256_set1_epi32(0x7fff_ffff);
-    // SAFETY: the caller has 32 values there.
-    let v: [__m256; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.add(8 * i)) });
-    let bits = v.map(|v| _mm256_and_si256(_mm256_castps_si256(v), magnitude));
-    let max = _mm256_max_epu32(_mm256_max_epu32(bits[0], bits[1]), _mm256_max_epu32(bits[2], bits[3]));
-    let max = _mm_max_epu32(_mm256_castsi256_si128(max), _mm256_extracti128_si256::<1>(max));
-    let max = _mm_max_epu32(max, _mm_shuffle_epi32::<0b1110>(max));
-    let max = _mm_max_epu32(max, _mm_shuffle_epi32::<0b01>(max));
-    let scale = BlockScale::new(_mm_cvtsi128_si32(max).cast_unsigned(), limit);
-    *fine = [0; 32];
-    if scale.inverse == 0.0 {
-        block.q = [0; 32];
-        block.set_scale(scale, [0, 0]);
-        return;
-    }
-    let steps = v.map(|v| _mm256_mul_ps(v, _mm256_set1_ps(scale.inverse)));
-    let codes = steps.map(|steps| _mm256_cvtps_epi32(steps));
-    let mut sum_q = sum_halves(codes);
-    // SAFETY: both have 32 bytes.
-    unsafe { _mm256_storeu_si256(block.q.as_mut_ptr().cast(), pack_bytes(codes)) };
-    if scale.shift > 0 {
-        let finer = _mm256_set1_ps((1u32 << FINE_BITS) as f32);
-        let rest: [__m256i; 4] = std::array::from_fn(|i| {
-            let rest = _mm256_sub_ps(steps[i], _mm256_cvtepi32_ps(codes[i]));
-            let rest = _mm256_cvtps_epi32(_mm256_mul_ps(rest, finer));
-            _mm256_max_epi32(_mm256_min_epi32(rest, _mm256_set1_epi32(127)), _mm256_set1_epi32(-127))
-        });
-        let sum_rest = sum_halves(rest);
-        sum_q = std::array::from_fn(|half| (sum_q[half] << scale.shift) + sum_rest[half]);
-        // SAFETY: as above.
-        unsafe { _mm256_storeu_si256(fine.as_mut_ptr().cast(), pack_bytes(rest)) };
-    }
-    block.set_scale(scale, sum_q);
-}
-
-/// 32 codes as bytes, in order.
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-fn pack_bytes(codes: [__m256i; 4]) -> __m256i {
-    let (low, high) = (_mm256_packs_epi32(codes[0], codes[1]), _mm256_packs_epi32(codes[2], codes[3]));
-    // The packs work in each 128-bit lane; this puts the four-byte runs back in order.
-    let order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order)
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-fn sum_halves(codes: [__m256i; 4]) -> [i32; 2] {
-    [sum_codes(codes[0], codes[1]), sum_codes(codes[2], codes[3])]
-}
-
-#[target_feature(enable = "avx2,fma,f16c")]
-#[inline]
-fn sum_codes(a: __m256i, b: __m256i) -> i32 {
-    let eight = _mm256_add_epi32(a, b);
-    let four = _mm_add_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
-    let two = _mm_add_epi32(four, _mm_shuffle_epi32::<0b1110>(four));
-    _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32::<0b01>(two)))
-}
-
-const _: () = assert!(PANEL_ROWS == 16);

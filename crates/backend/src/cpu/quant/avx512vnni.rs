@@ -13,6 +13,8 @@ pub(super) struct Avx512Vnni;
 
 /// Rows of activations that share one pass over a packed panel.
 const FEW_ROWS: usize = 4;
+/// Blocks whose weights are held in f32 at once.
+const FLOAT_BLOCKS: usize = 8;
 /// Rows of activations of the largest micro-kernel.
 const ROWS: usize = 8;
 
@@ -82,8 +84,8 @@ unsafe fn unpack<const BITS: usize>(block: *const u8) -> [__m512i; 8] {
 #[inline]
 fn two_bits(v: [__m512i; 2], at: i32, q: &mut [__m512i; 8]) {
     let mask = _mm512_set1_epi16(0x0303 << at);
-    for (i, q) in q.iter_mut().enumerate() {
-        *q = or_masked(*q, shift_bits(v[i / 4], 2 * (i as i32 % 4), at), mask);
+    for (i, (from, q)) in [0, 2, 4, 6].into_iter().cycle().zip(q).enumerate() {
+        *q = or_masked(*q, shift_bits(v[i / 4], from, at), mask);
     }
 }
 
@@ -92,8 +94,8 @@ fn two_bits(v: [__m512i; 2], at: i32, q: &mut [__m512i; 8]) {
 #[inline]
 fn one_bit(v: __m512i, at: i32, q: &mut [__m512i; 8]) {
     let mask = _mm512_set1_epi16(0x0101 << at);
-    for (i, q) in q.iter_mut().enumerate() {
-        *q = or_masked(*q, shift_bits(v, i as i32, at), mask);
+    for (from, q) in (0..8).zip(q) {
+        *q = or_masked(*q, shift_bits(v, from, at), mask);
     }
 }
 
@@ -188,10 +190,7 @@ unsafe fn packed_operands<F: Format>(panel: Panel, block: usize) -> [__m512i; 8]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 fn centred<F: Format>((d, m): (__m512, __m512)) -> (__m512, __m512) {
-    (
-        d,
-        _mm512_fmadd_ps(d, _mm512_set1_ps((1u32 << F::LAYOUT.log2_zero) as f32), m),
-    )
+    (d, _mm512_fmadd_ps(d, _mm512_set1_ps((1u32 << F::LAYOUT.log2_zero) as f32), m))
 }
 
 impl<F: Format> Source for Packed<F> {
@@ -237,10 +236,11 @@ impl<F: Format> Source for Widened<'_, F> {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 unsafe fn add_dot<F: Format>(mut sum: __m512i, q: &[__m512i; 8], g: usize, codes: *const i8) -> __m512i {
-    for i in g * F::LAYOUT.group / 4..(g + 1) * F::LAYOUT.group / 4 {
+    let first = g * F::LAYOUT.group / 4;
+    for (i, &q) in q.iter().enumerate().skip(first).take(F::LAYOUT.group / 4) {
         // SAFETY: four codes an operand.
         let operand = unsafe { _mm512_set1_epi32(codes.add(4 * i).cast::<i32>().read_unaligned()) };
-        sum = _mm512_dpbusd_epi32(sum, q[i], operand);
+        sum = _mm512_dpbusd_epi32(sum, q, operand);
     }
     sum
 }
@@ -266,10 +266,16 @@ unsafe fn dot<F: Format>(q: &[__m512i; 8], g: usize, a: &ActBlock, fine: Option<
     }
 }
 
-/// One block for `T` rows of activations; `outliers`: whether any has it as an outlier block.
+/// One block for `T` rows of activations; `OUTLIERS`: some have it as an
+/// outlier block.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn block_step<S: Source, const T: usize>(src: &S, block: usize, acts: ActRows, outliers: bool, acc: &mut [__m512; T]) {
+unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
+    src: &S,
+    block: usize,
+    acts: ActRows,
+    acc: &mut [__m512; T],
+) {
     let layout = S::F::LAYOUT;
     // SAFETY: source and activations have this block.
     unsafe {
@@ -279,7 +285,7 @@ unsafe fn block_step<S: Source, const T: usize>(src: &S, block: usize, acts: Act
             for (t, acc) in acc.iter_mut().enumerate() {
                 let a = &*acts.at(t, block);
                 let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
-                let dot = dot::<S::F>(&q, g, a, outliers.then(|| acts.fine_at(t, block)));
+                let dot = dot::<S::F>(&q, g, a, OUTLIERS.then(|| acts.fine_at(t, block)));
                 *acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
                 if layout.scale.has_min() {
                     *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), *acc);
@@ -321,17 +327,17 @@ unsafe fn store_acc<const T: usize>(out: OutRows, acc: &[__m512; T]) {
 /// `T` rows over a packed panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: OutRows) {
-    let src = Packed::<F> {
-        panel,
-        format: PhantomData,
-    };
+    let src = Packed::<F> { panel, format: PhantomData };
     // SAFETY: as promised to `IntKernel::few`.
     unsafe {
         let mut acc = load_acc::<T>(out, Start::Zero);
         for block in 0..panel.shape.num_blocks {
             panel.prefetch_next::<F>(block);
-            let outliers = (0..T).any(|t| (*acts.at(t, block)).shift > 0);
-            block_step(&src, block, acts, outliers, &mut acc);
+            if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
+                block_step::<_, T, true>(&src, block, acts, &mut acc);
+            } else {
+                block_step::<_, T, false>(&src, block, acts, &mut acc);
+            }
         }
         store_acc(out, &acc);
     }
@@ -346,16 +352,17 @@ unsafe fn many_rows<F: Format, const T: usize>(
     out: OutRows,
     start: Start,
 ) {
-    let src = Widened::<F> {
-        chunk,
-        format: PhantomData,
-    };
+    let src = Widened::<F> { chunk, format: PhantomData };
     // SAFETY: as promised to `IntKernel::many`.
     unsafe {
         let outliers = acts.outliers(T);
         let mut acc = load_acc::<T>(out, start);
         for block in 0..num_blocks {
-            block_step(&src, block, acts, (outliers >> block) & 1 == 1, &mut acc);
+            if (outliers >> block) & 1 == 1 {
+                block_step::<_, T, true>(&src, block, acts, &mut acc);
+            } else {
+                block_step::<_, T, false>(&src, block, acts, &mut acc);
+            }
         }
         store_acc(out, &acc);
     }
@@ -416,17 +423,8 @@ impl IntKernel for Avx512Vnni {
             for panel in panels {
                 // SAFETY: rows `t..` exist; as promised to this method.
                 unsafe {
-                    let (chunk, acts) = (
-                        panel.chunk,
-                        ActRows {
-                            ptr: acts.at(t, 0),
-                            ..acts
-                        },
-                    );
-                    let out = OutRows {
-                        ptr: panel.out.row(t),
-                        ..panel.out
-                    };
+                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
+                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
                     match num_t - t {
                         1 => many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
                         2 => many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
@@ -447,10 +445,7 @@ impl IntKernel for Avx512Vnni {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 unsafe fn block_weights<F: Format>(chunk: &Chunk, block: usize, w: &mut [__m512; BLOCK_COLS]) {
-    let src = Widened::<F> {
-        chunk,
-        format: PhantomData,
-    };
+    let src = Widened::<F> { chunk, format: PhantomData };
     // SAFETY: the chunk has the block.
     unsafe {
         let q = src.operands(block);
@@ -472,20 +467,24 @@ unsafe fn block_weights<F: Format>(chunk: &Chunk, block: usize, w: &mut [__m512;
     }
 }
 
+/// `T` rows over `num_blocks` blocks of f32 weights.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn float_rows<const T: usize>(w: &[__m512; BLOCK_COLS], x: FloatRows, out: OutRows, start: Start) {
+unsafe fn float_rows<const T: usize>(w: &[[__m512; BLOCK_COLS]], x: FloatRows, out: OutRows, start: Start) {
     // SAFETY: as promised to `FloatKernel::many_f32`.
     unsafe {
-        let mut part = [_mm512_setzero_ps(); T];
-        for (k, &w) in w.iter().enumerate() {
-            for (t, part) in part.iter_mut().enumerate() {
-                *part = _mm512_fmadd_ps(w, _mm512_set1_ps(*x.ptr.add(t * x.stride + k)), *part);
-            }
-        }
         let mut acc = load_acc::<T>(out, start);
-        for (acc, part) in acc.iter_mut().zip(part) {
-            *acc = _mm512_add_ps(*acc, part);
+        for (block, w) in w.iter().enumerate() {
+            let mut part = [_mm512_setzero_ps(); T];
+            for (k, &w) in w.iter().enumerate() {
+                for (t, part) in part.iter_mut().enumerate() {
+                    let x = _mm512_set1_ps(*x.ptr.add(t * x.stride + block * BLOCK_COLS + k));
+                    *part = _mm512_fmadd_ps(w, x, *part);
+                }
+            }
+            for (acc, part) in acc.iter_mut().zip(part) {
+                *acc = _mm512_add_ps(*acc, part);
+            }
         }
         store_acc(out, &acc);
     }
@@ -500,24 +499,24 @@ unsafe fn many_f32<F: Format>(
     out: OutRows,
     start: Start,
 ) {
-    let mut w = [_mm512_setzero_ps(); BLOCK_COLS];
-    for block in 0..num_blocks {
-        let start = if block == 0 { start } else { Start::FromOut };
+    let mut w = [[_mm512_setzero_ps(); BLOCK_COLS]; FLOAT_BLOCKS];
+    for first in (0..num_blocks).step_by(FLOAT_BLOCKS) {
+        let blocks = FLOAT_BLOCKS.min(num_blocks - first);
+        let start = if first == 0 { start } else { Start::FromOut };
         // SAFETY: as promised to `FloatKernel::many_f32`; rows `t..` exist.
         unsafe {
-            block_weights::<F>(chunk, block, &mut w);
+            for (i, w) in w[..blocks].iter_mut().enumerate() {
+                block_weights::<F>(chunk, first + i, w);
+            }
             let mut t = 0;
             while t < num_t {
-                let x = FloatRows {
-                    ptr: x.ptr.add(t * x.stride + block * BLOCK_COLS),
-                    ..x
-                };
+                let x = FloatRows { ptr: x.ptr.add(t * x.stride + first * BLOCK_COLS), ..x };
                 let out = OutRows { ptr: out.row(t), ..out };
                 if num_t - t >= 8 {
-                    float_rows::<8>(&w, x, out, start);
+                    float_rows::<8>(&w[..blocks], x, out, start);
                     t += 8;
                 } else {
-                    float_rows::<1>(&w, x, out, start);
+                    float_rows::<1>(&w[..blocks], x, out, start);
                     t += 1;
                 }
             }

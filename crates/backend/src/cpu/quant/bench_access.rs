@@ -75,10 +75,7 @@ impl Matrix {
     /// When the tile is outside `out`.
     pub fn multiply(&self, rows: &Rows<'_>, t: Range<usize>, n: Range<usize>, out: &mut [f32], out_cols: usize) {
         assert!(n.end <= out_cols && t.end * out_cols <= out.len());
-        let acts = Activations {
-            x: rows.x,
-            quantized: &rows.quantized,
-        };
+        let acts = Activations { x: rows.x, quantized: &rows.quantized };
         // SAFETY: the tile was checked, and `out` is borrowed exclusively.
         unsafe { matmul_tile(&self.0, acts, t, n, OutMatrix::new(out, out_cols)) };
     }

@@ -100,12 +100,7 @@ impl Layout {
             DType::Q6_K => (6, 16, 5, ScaleKind::Signed),
             DType::F32 | DType::F16 | DType::BF16 => return None,
         };
-        Some(Self {
-            bits,
-            group,
-            log2_zero,
-            scale,
-        })
+        Some(Self { bits, group, log2_zero, scale })
     }
 
     /// Groups of a block: 1 or 2.
@@ -190,18 +185,12 @@ impl PanelShape {
     pub(super) fn new(layout: Layout, cols: usize) -> Option<Self> {
         let num_blocks = cols / BLOCK_COLS;
         let scales_at = num_blocks.checked_mul(layout.block_bytes())?;
-        let scale_bytes = (num_blocks * layout.groups())
-            .checked_mul(layout.scale.bytes())?
-            .checked_next_multiple_of(64)?;
+        let scale_bytes =
+            (num_blocks * layout.groups()).checked_mul(layout.scale.bytes())?.checked_next_multiple_of(64)?;
         let supers_at = scales_at.checked_add(scale_bytes)?;
         let super_bytes = (cols / SUPER_COLS).checked_mul(layout.scale.super_bytes())?;
         let bytes = supers_at.checked_add(super_bytes)?.checked_next_multiple_of(64)?;
-        Some(Self {
-            num_blocks,
-            scales_at,
-            supers_at,
-            bytes,
-        })
+        Some(Self { num_blocks, scales_at, supers_at, bytes })
     }
 }
 
@@ -331,14 +320,10 @@ pub(super) fn scale_at(layout: Layout, shape: PanelShape, panel: &[u8], group_id
             (d, -d * zero)
         }
         ScaleKind::HalfPair => (half_at(record, 2 * r), half_at(record, 32 + 2 * r)),
-        ScaleKind::BytePair => (
-            super_half(0) * f32::from(record[r]),
-            -(super_half(32) * f32::from(record[16 + r])),
-        ),
-        ScaleKind::NibblePair => (
-            super_half(0) * f32::from(record[r] & 15),
-            -(super_half(32) * f32::from(record[r] >> 4)),
-        ),
+        ScaleKind::BytePair => (super_half(0) * f32::from(record[r]), -(super_half(32) * f32::from(record[16 + r]))),
+        ScaleKind::NibblePair => {
+            (super_half(0) * f32::from(record[r] & 15), -(super_half(32) * f32::from(record[r] >> 4)))
+        }
         ScaleKind::Signed => {
             let d = super_half(0) * f32::from(record[r].cast_signed());
             (d, -d * zero)

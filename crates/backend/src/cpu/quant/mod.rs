@@ -6,6 +6,8 @@
 //! only, never of `rows_t`, `rows_n` or T (batch invariance, bit for bit). `tile` states the order.
 
 mod activations;
+#[cfg(target_arch = "x86_64")]
+mod activations_avx2;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -79,31 +81,15 @@ impl PackedWeight {
         let (shape, len) = sized.ok_or_else(|| unsupported(format!("{name}: [{rows}, {cols}] is too large")))?;
         let mut panels = AlignedBytes::zeroed(len, name)?;
         let stored_rows: Vec<&[u8]> = stored.as_slice().chunks_exact(row_bytes).collect();
-        for (rows, panel) in stored_rows
-            .chunks(PANEL_ROWS)
-            .zip(panels.as_mut_slice().chunks_exact_mut(shape.bytes))
-        {
+        for (rows, panel) in stored_rows.chunks(PANEL_ROWS).zip(panels.as_mut_slice().chunks_exact_mut(shape.bytes)) {
             layout::pack_panel(dtype, layout, shape, rows, panel);
         }
-        Ok(Self {
-            dtype,
-            rows,
-            cols,
-            shape,
-            isa,
-            mode,
-            panels,
-        })
+        Ok(Self { dtype, rows, cols, shape, isa, mode, panels })
     }
 
     /// The exact values of one row, `out` `[C]`.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
-        assert!(
-            row < self.rows && out.len() == self.cols,
-            "row {row} of [{}, {}]",
-            self.rows,
-            self.cols
-        );
+        assert!(row < self.rows && out.len() == self.cols, "row {row} of [{}, {}]", self.rows, self.cols);
         let panel = &self.panels.as_slice()[row / PANEL_ROWS * self.shape.bytes..][..self.shape.bytes];
         with_format!(self.dtype, F => layout::dequantize_row::<F>(self.shape, panel, row % PANEL_ROWS, out), float => ());
     }
@@ -136,7 +122,7 @@ pub(crate) struct Activations<'a> {
 /// `out[t, n] = x[t] · weight[n]` for `t` in `rows_t`, `n` in `rows_n`.
 ///
 /// Tiles of all of T and few of N read each weight once; many rows of N and few of T read each
-/// activation once. No allocation; about 12 KiB of stack.
+/// activation once. No allocation; about 40 KiB of stack.
 ///
 /// # Safety
 /// `out` is valid for rows `rows_t` and columns `rows_n`, and nobody else touches that tile now.
@@ -150,16 +136,8 @@ pub(crate) unsafe fn matmul_tile(
     if rows_t.is_empty() || rows_n.is_empty() {
         return;
     }
-    assert!(
-        rows_n.end <= weight.rows && rows_n.start.is_multiple_of(PANEL_ROWS),
-        "tile {rows_n:?} of {}",
-        weight.rows
-    );
-    assert!(
-        rows_n.end == weight.rows || rows_n.end.is_multiple_of(PANEL_ROWS),
-        "tile {rows_n:?} of {}",
-        weight.rows
-    );
+    assert!(rows_n.end <= weight.rows && rows_n.start.is_multiple_of(PANEL_ROWS), "tile {rows_n:?} of {}", weight.rows);
+    assert!(rows_n.end == weight.rows || rows_n.end.is_multiple_of(PANEL_ROWS), "tile {rows_n:?} of {}", weight.rows);
     let job = Job {
         panels: weight.panels.as_ptr(),
         shape: weight.shape,
@@ -181,10 +159,7 @@ pub(crate) unsafe fn matmul_tile(
         unsafe { run_int(weight, &job, rows) };
     } else {
         let x = &acts.x[rows_t.start * weight.cols..rows_t.end * weight.cols];
-        let rows = FloatRows {
-            ptr: x.as_ptr(),
-            stride: weight.cols,
-        };
+        let rows = FloatRows { ptr: x.as_ptr(), stride: weight.cols };
         // SAFETY: as above.
         unsafe { run_float(weight, &job, rows) };
     }
@@ -195,9 +170,12 @@ pub(crate) unsafe fn matmul_tile(
 unsafe fn run_int(weight: &PackedWeight, job: &Job, acts: ActRows) {
     /// # Safety
     /// As [`tile::run_int`].
+    #[allow(clippy::undocumented_unsafe_blocks)] // the comment is lost in the macro
     unsafe fn with<K: IntKernel>(dtype: DType, job: &Job, acts: ActRows) {
-        // SAFETY: the caller's promise.
-        with_format!(dtype, F => unsafe { tile::run_int::<K, F>(job, acts) }, float => ())
+        with_format!(dtype, F => {
+            // SAFETY: the caller's promise.
+            unsafe { tile::run_int::<K, F>(job, acts) }
+        }, float => ());
     }
     // SAFETY: the caller's promise.
     unsafe {
@@ -220,9 +198,12 @@ unsafe fn run_int(weight: &PackedWeight, job: &Job, acts: ActRows) {
 unsafe fn run_float(weight: &PackedWeight, job: &Job, x: FloatRows) {
     /// # Safety
     /// As [`tile::run_float`].
+    #[allow(clippy::undocumented_unsafe_blocks)] // the comment is lost in the macro
     unsafe fn with<K: FloatKernel>(dtype: DType, job: &Job, x: FloatRows) {
-        // SAFETY: the caller's promise.
-        with_format!(dtype, F => unsafe { tile::run_float::<K, F>(job, x) }, float => ())
+        with_format!(dtype, F => {
+            // SAFETY: the caller's promise.
+            unsafe { tile::run_float::<K, F>(job, x) }
+        }, float => ());
     }
     // SAFETY: the caller's promise.
     unsafe {

@@ -27,13 +27,7 @@ pub(super) struct StoredBlock {
 
 impl StoredBlock {
     /// A block whose every value is zero.
-    pub(super) const ZERO: Self = Self {
-        codes: [0; MAX_ELEMS],
-        d: 0,
-        m: 0,
-        sub_scale: [0; 16],
-        sub_min: [0; 16],
-    };
+    pub(super) const ZERO: Self = Self { codes: [0; MAX_ELEMS], d: 0, m: 0, sub_scale: [0; 16], sub_min: [0; 16] };
 
     /// Takes apart `bytes`, one block (`dtype.block_bytes()` long) of the quantised type `dtype`.
     pub(super) fn read(&mut self, dtype: DType, bytes: &[u8]) {
@@ -59,9 +53,8 @@ impl StoredBlock {
         self.d = le16(bytes, 0);
         // Where there is no `m` this reads other bytes, which nobody looks at.
         self.m = le16(bytes, 2);
-        let fifth = fifth_bits_at.map_or(0, |at| {
-            u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-        });
+        let fifth =
+            fifth_bits_at.map_or(0, |at| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]));
         for (j, &byte) in bytes[nibbles_at..nibbles_at + 16].iter().enumerate() {
             self.codes[j] = (byte & 15) | (bit(fifth, j) << 4);
             self.codes[j + 16] = (byte >> 4) | (bit(fifth, j + 16) << 4);

@@ -275,10 +275,8 @@ pub(super) struct Job {
 impl Job {
     fn panel(&self, idx: usize) -> Panel {
         // SAFETY: `idx` comes from `panel_range`, inside the weight.
-        Panel {
-            base: unsafe { self.panels.add(idx * self.shape.bytes) },
-            shape: self.shape,
-        }
+        let base = unsafe { self.panels.add(idx * self.shape.bytes) };
+        Panel { base, shape: self.shape }
     }
 
     fn panel_range(&self) -> Range<usize> {
@@ -289,20 +287,14 @@ impl Job {
         let col = panel_idx * PANEL_ROWS;
         // SAFETY: inside the tile that the caller of `matmul_tile` vouched for.
         let ptr = unsafe { self.out.add(t * self.out_stride + col) };
-        OutRows {
-            ptr,
-            stride: self.out_stride,
-            width: PANEL_ROWS.min(self.end_n - col),
-        }
+        OutRows { ptr, stride: self.out_stride, width: PANEL_ROWS.min(self.end_n - col) }
     }
 
     /// Columns that are widened together, about equally many each time.
     fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
         let num_blocks = self.shape.num_blocks;
         let size = num_blocks.div_ceil(num_blocks.div_ceil(CHUNK_BLOCKS).max(1));
-        (0..num_blocks)
-            .step_by(size.max(1))
-            .map(move |at| at..(at + size).min(num_blocks))
+        (0..num_blocks).step_by(size.max(1)).map(move |at| at..(at + size).min(num_blocks))
     }
 
     /// Rows taken together so that their quantised columns stay in a second-level cache while panels
@@ -365,10 +357,7 @@ pub(super) unsafe fn run_float<K: FloatKernel, F: Format>(job: &Job, x: FloatRow
             // SAFETY: the caller's promise; blocks stay inside the shapes.
             unsafe {
                 K::widen_plain::<F>(job.panel(panel_idx), blocks.clone(), &mut chunk);
-                let x = FloatRows {
-                    ptr: x.ptr.add(blocks.start * BLOCK_COLS),
-                    stride: x.stride,
-                };
+                let x = FloatRows { ptr: x.ptr.add(blocks.start * BLOCK_COLS), stride: x.stride };
                 K::many_f32::<F>(&chunk, blocks.len(), x, job.num_t, job.out(panel_idx, 0), start);
             }
         }

@@ -11,7 +11,7 @@ use std::io::Write;
 /// Arguments of `pagemill bench latency`.
 #[derive(Args)]
 pub struct LatencyArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     model: Option<String>,
     #[command(flatten)]
     shared: ModelArgs,

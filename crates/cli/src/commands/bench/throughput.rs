@@ -15,7 +15,7 @@ use std::path::PathBuf;
 /// Arguments of `pagemill bench throughput`.
 #[derive(Args)]
 pub struct ThroughputArgs {
-    /// GGUF file, Hugging Face folder or name
+    /// GGUF file, Hugging Face folder or repository (owner/name), or a name that `pagemill pull --list` shows [default: smollm2-135m]
     model: Option<String>,
     #[command(flatten)]
     shared: ModelArgs,
@@ -121,11 +121,7 @@ fn measure(
     config.engine.kv_layout = arm.layout;
     let loaded = loading::load_engine(model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed ^ 0x5EED ^ run_idx as u64);
-    let warm_up = Job {
-        prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size),
-        generated: 8,
-        arrival: 0.0,
-    };
+    let warm_up = Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0 };
     run(&loaded.handle, vec![warm_up])?;
     let before = loaded.handle.status();
     let mut arrival = 0.0;
@@ -135,7 +131,11 @@ fn measure(
             if args.rate > 0.0 {
                 arrival -= (1.0 - random.unit()).ln() / args.rate;
             }
-            Job { prompt: random_prompt(&mut random, l.prompt, loaded.spec.vocab_size), generated: l.generated, arrival }
+            Job {
+                prompt: random_prompt(&mut random, l.prompt, loaded.spec.vocab_size),
+                generated: l.generated,
+                arrival,
+            }
         })
         .collect();
     let result = run(&loaded.handle, jobs)?;
@@ -204,8 +204,18 @@ fn print(args: &ThroughputArgs, model: &str, device: &str, config: &Config, figu
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::UTF8_FULL_CONDENSED);
     table.set_header([
-        "", "tok/s", "latency s P50", "P99", "first token s P50", "P99", "inter-token ms P99", "KV peak MiB",
-        "KV KiB/sequence", "most at once", "preempted", "padding tokens",
+        "",
+        "tok/s",
+        "latency s P50",
+        "P99",
+        "first token s P50",
+        "P99",
+        "inter-token ms P99",
+        "KV peak MiB",
+        "KV KiB/sequence",
+        "most at once",
+        "preempted",
+        "padding tokens",
     ]);
     for (arm, f) in ARMS.iter().zip(figures) {
         table.add_row([
@@ -224,8 +234,14 @@ fn print(args: &ThroughputArgs, model: &str, device: &str, config: &Config, figu
         ]);
     }
     writeln!(out, "{table}")?;
-    let [static_contiguous, static_paged, contiguous, paged] = figures else { return Ok(()) };
-    writeln!(out, "continuous / static throughput (paged KV): {:.2}x", paged.median_tok_s() / static_paged.median_tok_s())?;
+    let [static_contiguous, static_paged, contiguous, paged] = figures else {
+        return Ok(());
+    };
+    writeln!(
+        out,
+        "continuous / static throughput (paged KV): {:.2}x",
+        paged.median_tok_s() / static_paged.median_tok_s()
+    )?;
     writeln!(
         out,
         "continuous paged / static contiguous throughput: {:.2}x",

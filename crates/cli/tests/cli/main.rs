@@ -1,0 +1,13 @@
+//! The built program, run as people run it: what it prints, how it ends, and what it leaves behind.
+
+#![allow(missing_docs, clippy::unwrap_used)]
+
+mod binary;
+mod conversation;
+mod http;
+mod hub;
+mod hub_double;
+mod inspection;
+mod packages;
+mod refusals;
+mod serving;
