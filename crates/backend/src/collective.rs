@@ -39,23 +39,14 @@ impl Collective for SoloCollective {
     }
 
     fn all_gather_cols(&self, _x: &Tensor, _out: &mut Tensor) -> Result<(), BackendError> {
-        Err(BackendError::Collective {
-            op: "all_gather_cols",
-            detail: "a single rank keeps its own columns".into(),
-        })
+        Err(BackendError::Collective { op: "all_gather_cols", detail: "a single rank keeps its own columns".into() })
     }
 
     fn send(&self, _x: &Tensor, peer: usize) -> Result<(), BackendError> {
-        Err(BackendError::Collective {
-            op: "send",
-            detail: format!("a single rank has no peer {peer}"),
-        })
+        Err(BackendError::Collective { op: "send", detail: format!("a single rank has no peer {peer}") })
     }
 
     fn recv(&self, _out: &mut Tensor, peer: usize) -> Result<(), BackendError> {
-        Err(BackendError::Collective {
-            op: "recv",
-            detail: format!("a single rank has no peer {peer}"),
-        })
+        Err(BackendError::Collective { op: "recv", detail: format!("a single rank has no peer {peer}") })
     }
 }

@@ -29,16 +29,8 @@ impl Tensor {
     #[must_use]
     pub fn from_buffer(rows: usize, cols: usize, dtype: DType, buffer: Box<dyn DeviceBuffer>) -> Self {
         debug_assert!(!dtype.is_quantized());
-        assert!(
-            rows * cols * dtype.block_bytes() <= buffer.len_bytes(),
-            "buffer smaller than its tensor"
-        );
-        Self {
-            rows,
-            cols,
-            dtype,
-            buffer,
-        }
+        assert!(rows * cols * dtype.block_bytes() <= buffer.len_bytes(), "buffer smaller than its tensor");
+        Self { rows, cols, dtype, buffer }
     }
 
     /// Number of rows.
@@ -97,13 +89,7 @@ impl Weight {
     /// Wraps a backend's own layout of `name`.
     #[must_use]
     pub fn from_buffer(name: String, rows: usize, cols: usize, dtype: DType, buffer: Box<dyn DeviceBuffer>) -> Self {
-        Self {
-            name,
-            rows,
-            cols,
-            dtype,
-            buffer,
-        }
+        Self { name, rows, cols, dtype, buffer }
     }
 
     /// Tensor name as spelled in the checkpoint.

@@ -47,17 +47,8 @@ impl Shape {
         let mut random = Random::new(seed);
         let kv = self.kv_heads * self.head_dim;
         // Scores of a few units, so that the softmax is neither flat nor one-hot.
-        let q = random
-            .normal(len * self.heads * self.head_dim)
-            .iter()
-            .map(|x| 2.0 * x)
-            .collect();
-        Sequence {
-            len,
-            q,
-            k: random.normal(len * kv),
-            v: random.normal(len * kv),
-        }
+        let q = random.normal(len * self.heads * self.head_dim).iter().map(|x| 2.0 * x).collect();
+        Sequence { len, q, k: random.normal(len * kv), v: random.normal(len * kv) }
     }
 }
 
@@ -82,27 +73,14 @@ impl Paged {
         let mut pool = backend.alloc_kv(&spec).unwrap();
         let slots: Vec<u32> = (0..(num_blocks * block_size) as u32).collect();
         let nan = poisoned(backend, slots.len(), shape.kv_heads * shape.head_dim);
-        let group = GroupLayout {
-            slot_mapping: slots,
-            ..Default::default()
-        };
-        let everything = DeviceBatch {
-            layout: BatchLayout {
-                groups: vec![group],
-                ..Default::default()
-            },
-            device: None,
-        };
-        backend
-            .kv_write(&nan, &nan, &shape.params(), &everything, &mut pool)
-            .unwrap();
+        let group = GroupLayout { slot_mapping: slots, ..Default::default() };
+        let everything =
+            DeviceBatch { layout: BatchLayout { groups: vec![group], ..Default::default() }, device: None };
+        backend.kv_write(&nan, &nan, &shape.params(), &everything, &mut pool).unwrap();
 
         let mut ids: Vec<u32> = (0..num_blocks as u32).collect();
         Random::new(7).shuffle(&mut ids);
-        let tables = seqs
-            .iter()
-            .map(|seq| ids.split_off(ids.len() - blocks_of(seq)))
-            .collect();
+        let tables = seqs.iter().map(|seq| ids.split_off(ids.len() - blocks_of(seq))).collect();
         Self { pool, tables }
     }
 
@@ -115,14 +93,8 @@ impl Paged {
         chunks: &[(usize, usize, usize)],
     ) -> Vec<Vec<f32>> {
         let block_size = self.pool.spec().block_size;
-        let mut layout = BatchLayout {
-            query_start: vec![0],
-            ..Default::default()
-        };
-        let mut group = GroupLayout {
-            block_table_start: vec![0],
-            ..Default::default()
-        };
+        let mut layout = BatchLayout { query_start: vec![0], ..Default::default() };
+        let mut group = GroupLayout { block_table_start: vec![0], ..Default::default() };
         let (mut q, mut k, mut v) = (Vec::new(), Vec::new(), Vec::new());
         let (q_cols, kv_cols) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         for &(seq, first, count) in chunks {
@@ -137,13 +109,13 @@ impl Paged {
             layout.query_start.push(layout.positions.len() as u32);
             let begin = shape.window.map_or(0, |window| (first + 1).saturating_sub(window));
             // What lies behind the window was given back: its entries must not be read.
-            group.block_table.extend(table.iter().enumerate().map(|(idx, &block)| {
-                if (idx + 1) * block_size <= begin {
-                    u32::MAX
-                } else {
-                    block
-                }
-            }));
+            group.block_table.extend(
+                table.iter().enumerate().map(
+                    |(idx, &block)| {
+                        if (idx + 1) * block_size <= begin { u32::MAX } else { block }
+                    },
+                ),
+            );
             group.block_table_start.push(group.block_table.len() as u32);
             q.extend_from_slice(&seqs[seq].q[first * q_cols..(first + count) * q_cols]);
             k.extend_from_slice(&seqs[seq].k[first * kv_cols..(first + count) * kv_cols]);
@@ -152,23 +124,10 @@ impl Paged {
         layout.groups = vec![group];
         let tokens = layout.positions.len();
         let batch = backend.upload_batch(layout, self.pool.spec()).unwrap();
-        let (k, v) = (
-            tensor(backend, tokens, kv_cols, &k),
-            tensor(backend, tokens, kv_cols, &v),
-        );
-        backend
-            .kv_write(&k, &v, &shape.params(), &batch, &mut self.pool)
-            .unwrap();
+        let (k, v) = (tensor(backend, tokens, kv_cols, &k), tensor(backend, tokens, kv_cols, &v));
+        backend.kv_write(&k, &v, &shape.params(), &batch, &mut self.pool).unwrap();
         let mut out = poisoned(backend, tokens, q_cols);
-        backend
-            .attention(
-                &tensor(backend, tokens, q_cols, &q),
-                &shape.params(),
-                &batch,
-                &self.pool,
-                &mut out,
-            )
-            .unwrap();
+        backend.attention(&tensor(backend, tokens, q_cols, &q), &shape.params(), &batch, &self.pool, &mut out).unwrap();
         let out = host(backend, &out);
         let mut rest = out.as_slice();
         chunks
@@ -205,50 +164,32 @@ fn together(backend: &CpuBackend, shape: Shape, block_size: usize, seqs: &[Seque
 fn reference_row(shape: Shape, seq: &Sequence, position: usize, head: usize) -> (Vec<f64>, Vec<f32>) {
     let e = shape.head_dim;
     let cached = |x: f32| {
-        if shape.dtype == DType::F16 {
-            f16::from_f32(x).to_f32()
-        } else {
-            x
-        }
+        if shape.dtype == DType::F16 { f16::from_f32(x).to_f32() } else { x }
     };
     let kv_head = head / (shape.heads / shape.kv_heads);
     let q = &seq.q[(position * shape.heads + head) * e..][..e];
     let begin = shape.window.map_or(0, |window| (position + 1).saturating_sub(window));
     let rows = |x: &[f32]| -> Vec<Vec<f32>> {
         (begin..=position)
-            .map(|p| {
-                x[(p * shape.kv_heads + kv_head) * e..][..e]
-                    .iter()
-                    .map(|&x| cached(x))
-                    .collect()
-            })
+            .map(|p| x[(p * shape.kv_heads + kv_head) * e..][..e].iter().map(|&x| cached(x)).collect())
             .collect()
     };
     let (k, v) = (rows(&seq.k), rows(&seq.v));
     let scale = 1.0 / (e as f32).sqrt();
 
     let wide = |x: &f32| f64::from(*x);
-    let scores: Vec<f64> = k
-        .iter()
-        .map(|k| q.iter().zip(k).map(|(q, k)| wide(q) * wide(k)).sum::<f64>() * f64::from(scale))
-        .collect();
+    let scores: Vec<f64> =
+        k.iter().map(|k| q.iter().zip(k).map(|(q, k)| wide(q) * wide(k)).sum::<f64>() * f64::from(scale)).collect();
     let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
     let sum: f64 = weights.iter().sum();
-    let exact = (0..e)
-        .map(|e| weights.iter().zip(&v).map(|(w, v)| w * wide(&v[e])).sum::<f64>() / sum)
-        .collect();
+    let exact = (0..e).map(|e| weights.iter().zip(&v).map(|(w, v)| w * wide(&v[e])).sum::<f64>() / sum).collect();
 
-    let scores: Vec<f32> = k
-        .iter()
-        .map(|k| q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * scale)
-        .collect();
+    let scores: Vec<f32> = k.iter().map(|k| q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * scale).collect();
     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let weights: Vec<f32> = scores.iter().map(|s| (s - max).exp()).collect();
     let sum: f32 = weights.iter().sum();
-    let naive = (0..e)
-        .map(|e| weights.iter().zip(&v).map(|(w, v)| w * v[e]).sum::<f32>() / sum)
-        .collect();
+    let naive = (0..e).map(|e| weights.iter().zip(&v).map(|(w, v)| w * v[e]).sum::<f32>() / sum).collect();
     (exact, naive)
 }
 
@@ -284,18 +225,9 @@ fn every_shape_is_near_the_f64_reference() {
         for (nth, (heads, kv_heads, head_dim)) in shapes.into_iter().enumerate() {
             for dtype in [DType::F16, DType::F32] {
                 for window in [None, Some(1), Some(37), Some(300)] {
-                    let shape = Shape {
-                        heads,
-                        kv_heads,
-                        head_dim,
-                        window,
-                        dtype,
-                    };
+                    let shape = Shape { heads, kv_heads, head_dim, window, dtype };
                     let block_size = [16, 32, 64, 128, 256][nth % 5];
-                    let seqs: Vec<_> = [1, 17, 310]
-                        .iter()
-                        .map(|&len| shape.sequence(len, len as u64))
-                        .collect();
+                    let seqs: Vec<_> = [1, 17, 310].iter().map(|&len| shape.sequence(len, len as u64)).collect();
                     for (seq, out) in seqs.iter().zip(together(&backend, shape, block_size, &seqs, 310)) {
                         check_rows(shape, seq, &out, (0..seq.len).step_by(43).chain([seq.len - 1]));
                     }
@@ -309,13 +241,7 @@ fn every_shape_is_near_the_f64_reference() {
 #[test]
 fn an_odd_head_size_works() {
     for backend in backends() {
-        let shape = Shape {
-            heads: 3,
-            kv_heads: 1,
-            head_dim: 20,
-            window: Some(19),
-            dtype: DType::F16,
-        };
+        let shape = Shape { heads: 3, kv_heads: 1, head_dim: 20, window: Some(19), dtype: DType::F16 };
         let seqs = [shape.sequence(70, 1)];
         let out = together(&backend, shape, 16, &seqs, 7);
         check_rows(shape, &seqs[0], &out[0], 0..70);
@@ -327,13 +253,7 @@ fn an_odd_head_size_works() {
 fn a_long_sequence_is_near_the_f64_reference() {
     for backend in backends() {
         for window in [None, Some(512)] {
-            let shape = Shape {
-                heads: 3,
-                kv_heads: 1,
-                head_dim: 64,
-                window,
-                dtype: DType::F16,
-            };
+            let shape = Shape { heads: 3, kv_heads: 1, head_dim: 64, window, dtype: DType::F16 };
             // The scalar form is slow: a shorter one for it.
             let len = if backend.isa() == Isa::Scalar { 600 } else { 4097 };
             let seqs = [shape.sequence(len, 3)];
@@ -361,26 +281,11 @@ fn bits_do_not_depend_on_batch_chunk_block_size_or_threads() {
         };
         for &(heads, kv_heads, head_dim) in shapes {
             for &window in windows {
-                same_bits_everywhere(
-                    isa,
-                    Shape {
-                        heads,
-                        kv_heads,
-                        head_dim,
-                        window,
-                        dtype: DType::F16,
-                    },
-                );
+                same_bits_everywhere(isa, Shape { heads, kv_heads, head_dim, window, dtype: DType::F16 });
             }
         }
         // Token by token, the slowest way, for one shape.
-        let shape = Shape {
-            heads: 6,
-            kv_heads: 2,
-            head_dim: 32,
-            window: None,
-            dtype: DType::F32,
-        };
+        let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F32 };
         let seqs = [shape.sequence(300, 1), shape.sequence(40, 2)];
         let two = backend(isa, 2);
         let whole = together(&two, shape, 16, &seqs, 300);
@@ -397,10 +302,7 @@ fn same_bits_everywhere(isa: Isa, shape: Shape) {
     let expected: Vec<_> = together(&two, shape, 16, &seqs, 512).iter().map(|x| bits(x)).collect();
     let same = |what: &str, out: Vec<Vec<f32>>| {
         for (seq, (out, expected)) in out.iter().zip(&expected).enumerate() {
-            assert!(
-                bits(out) == *expected,
-                "{isa:?} {shape:?} sequence {seq} differs: {what}"
-            );
+            assert!(bits(out) == *expected, "{isa:?} {shape:?} sequence {seq} differs: {what}");
         }
     };
     same("chunks of 7", together(&two, shape, 64, &seqs, 7));
@@ -409,59 +311,33 @@ fn same_bits_everywhere(isa: Isa, shape: Shape) {
     same("one thread", together(&backend(isa, 1), shape, 32, &seqs, 64));
     for (idx, len) in lens.into_iter().enumerate() {
         let alone = together(&two, shape, 16, &[shape.sequence(len, len as u64)], 512);
-        assert!(
-            bits(&alone[0]) == expected[idx],
-            "{isa:?} {shape:?} sequence {idx} differs alone"
-        );
+        assert!(bits(&alone[0]) == expected[idx], "{isa:?} {shape:?} sequence {idx} differs alone");
     }
 }
 
 #[test]
 fn copied_blocks_give_the_same_rows() {
     for backend in backends() {
-        let shape = Shape {
-            heads: 2,
-            kv_heads: 2,
-            head_dim: 32,
-            window: None,
-            dtype: DType::F16,
-        };
+        let shape = Shape { heads: 2, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F16 };
         let seqs = [shape.sequence(40, 9)];
         let mut paged = Paged::new(&backend, shape, 16, &seqs);
         paged.step(&backend, shape, &seqs, &[(0, 0, 39)]);
         let before = paged.step(&backend, shape, &seqs, &[(0, 39, 1)]);
         let spare = (0..6).find(|id| !paged.tables[0].contains(id)).unwrap();
         let old = std::mem::replace(&mut paged.tables[0][1], spare);
-        backend
-            .copy_blocks(&mut paged.pool, &[BlockCopy { src: old, dst: spare }])
-            .unwrap();
+        backend.copy_blocks(&mut paged.pool, &[BlockCopy { src: old, dst: spare }]).unwrap();
         // The old block changes hands.
         let third = paged.tables[0][2];
-        backend
-            .copy_blocks(&mut paged.pool, &[BlockCopy { src: third, dst: old }])
-            .unwrap();
-        assert_eq!(
-            bits(&paged.step(&backend, shape, &seqs, &[(0, 39, 1)])[0]),
-            bits(&before[0])
-        );
-        assert!(
-            backend
-                .copy_blocks(&mut paged.pool, &[BlockCopy { src: 0, dst: 6 }])
-                .is_err()
-        );
+        backend.copy_blocks(&mut paged.pool, &[BlockCopy { src: third, dst: old }]).unwrap();
+        assert_eq!(bits(&paged.step(&backend, shape, &seqs, &[(0, 39, 1)])[0]), bits(&before[0]));
+        assert!(backend.copy_blocks(&mut paged.pool, &[BlockCopy { src: 0, dst: 6 }]).is_err());
     }
 }
 
 #[test]
 fn a_missing_block_in_sight_is_refused() {
     for backend in backends() {
-        let shape = Shape {
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 32,
-            window: Some(20),
-            dtype: DType::F16,
-        };
+        let shape = Shape { heads: 1, kv_heads: 1, head_dim: 32, window: Some(20), dtype: DType::F16 };
         let seqs = [shape.sequence(64, 9)];
         let mut paged = Paged::new(&backend, shape, 16, &seqs);
         paged.step(&backend, shape, &seqs, &[(0, 0, 63)]);
@@ -477,32 +353,17 @@ fn a_missing_block_in_sight_is_refused() {
         };
         let batch = backend.upload_batch(layout, paged.pool.spec()).unwrap();
         let q = tensor(&backend, 1, 32, &[1.0; 32]);
-        let error = backend
-            .attention(&q, &shape.params(), &batch, &paged.pool, &mut poisoned(&backend, 1, 32))
-            .unwrap_err();
-        assert!(
-            error.to_string().contains("a block for each position in sight"),
-            "{error}"
-        );
+        let error =
+            backend.attention(&q, &shape.params(), &batch, &paged.pool, &mut poisoned(&backend, 1, 32)).unwrap_err();
+        assert!(error.to_string().contains("a block for each position in sight"), "{error}");
     }
 }
 
 #[test]
 fn an_overflowing_f16_value_saturates() {
     for backend in backends() {
-        let shape = Shape {
-            heads: 1,
-            kv_heads: 1,
-            head_dim: 32,
-            window: None,
-            dtype: DType::F16,
-        };
-        let seq = Sequence {
-            len: 2,
-            q: vec![0.0; 64],
-            k: vec![1e6; 64],
-            v: vec![1e6; 64],
-        };
+        let shape = Shape { heads: 1, kv_heads: 1, head_dim: 32, window: None, dtype: DType::F16 };
+        let seq = Sequence { len: 2, q: vec![0.0; 64], k: vec![1e6; 64], v: vec![1e6; 64] };
         let out = together(&backend, shape, 16, &[seq], 2);
         assert!(out[0].iter().all(|&x| x == 65_504.0), "{out:?}");
     }

@@ -19,16 +19,10 @@ fn rms_norm_and_add() {
     for backend in backends() {
         let mut random = Random::new(1);
         for (rows, cols) in SIZES {
-            let (x, r, w) = (
-                random.normal(rows * cols),
-                random.normal(rows * cols),
-                random.normal(cols),
-            );
+            let (x, r, w) = (random.normal(rows * cols), random.normal(rows * cols), random.normal(cols));
             let weight = backend.load_vector("norm", &w).unwrap();
             let mut out = poisoned(&backend, rows, cols);
-            backend
-                .rms_norm(&tensor(&backend, rows, cols, &x), &weight, 1e-5, &mut out)
-                .unwrap();
+            backend.rms_norm(&tensor(&backend, rows, cols, &x), &weight, 1e-5, &mut out).unwrap();
             check_norm(&x, &w, cols, &host(&backend, &out));
 
             let mut residual = tensor(&backend, rows, cols, &r);
@@ -39,9 +33,7 @@ fn rms_norm_and_add() {
             let mut residual = tensor(&backend, rows, cols, &r);
             let mut out = poisoned(&backend, rows, cols);
             let x = tensor(&backend, rows, cols, &x);
-            backend
-                .add_rms_norm(&mut residual, &x, &weight, 1e-5, &mut out)
-                .unwrap();
+            backend.add_rms_norm(&mut residual, &x, &weight, 1e-5, &mut out).unwrap();
             assert_eq!(bits(&host(&backend, &residual)), bits(&sum));
             check_norm(&sum, &w, cols, &host(&backend, &out));
         }
@@ -51,11 +43,8 @@ fn rms_norm_and_add() {
 fn check_norm(x: &[f32], w: &[f32], cols: usize, got: &[f32]) {
     for (x, got) in x.chunks(cols).zip(got.chunks(cols)) {
         let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / cols as f64;
-        let exact: Vec<f64> = x
-            .iter()
-            .zip(w)
-            .map(|(&x, &w)| f64::from(x) / (mean + f64::from(1e-5_f32)).sqrt() * f64::from(w))
-            .collect();
+        let exact: Vec<f64> =
+            x.iter().zip(w).map(|(&x, &w)| f64::from(x) / (mean + f64::from(1e-5_f32)).sqrt() * f64::from(w)).collect();
         let sum: f32 = x.iter().map(|x| x * x).sum();
         let inverse = 1.0 / (sum / cols as f32 + 1e-5).sqrt();
         let naive: Vec<f32> = x.iter().zip(w).map(|(x, w)| x * inverse * w).collect();
@@ -89,10 +78,7 @@ fn gated_activations() {
                     let exact = x / (1.0 + (-y).exp()) * u;
                     // A few ulps, plus what an ulp of the exponent's argument moves.
                     let bound = (4.0 + 2.0 * y.abs()) * f64::from(f32::EPSILON) * exact.abs() + 1e-35;
-                    assert!(
-                        (f64::from(*got) - exact).abs() <= bound,
-                        "{act:?}({gate}) * {up}: {got}, not {exact}"
-                    );
+                    assert!((f64::from(*got) - exact).abs() <= bound, "{act:?}({gate}) * {up}: {got}, not {exact}");
                 }
             }
         }
@@ -108,18 +94,11 @@ fn rope_turns_pairs_by_the_f32_angle() {
                 [(9, 64, 32, 1.0), (1, 80, 20, 1.25), (3, 96, 48, 1.0), (2, 6, 3, 1.0)]
             {
                 let inv_freq: Vec<f32> = (0..pairs).map(|i| 1e4_f32.powf(-(i as f32) / pairs as f32)).collect();
-                let table = RopeTable {
-                    inv_freq,
-                    magnitude,
-                    style,
-                };
+                let table = RopeTable { inv_freq, magnitude, style };
                 // Positions 8191 - 16 ..= 8191 of one sequence, then 0..3 of another.
                 let positions: Vec<u32> = (8175..8192).chain(0..3).collect();
                 let batch = DeviceBatch {
-                    layout: BatchLayout {
-                        positions: positions.clone(),
-                        ..Default::default()
-                    },
+                    layout: BatchLayout { positions: positions.clone(), ..Default::default() },
                     device: None,
                 };
                 let x = random.normal(positions.len() * heads * head_dim);
@@ -160,29 +139,18 @@ fn store(dtype: DType, values: &[f32]) -> (Vec<u8>, Vec<f32>) {
     match dtype {
         DType::F16 => {
             let halves: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
-            (
-                halves.iter().flat_map(|x| x.to_le_bytes()).collect(),
-                halves.iter().map(|x| x.to_f32()).collect(),
-            )
+            (halves.iter().flat_map(|x| x.to_le_bytes()).collect(), halves.iter().map(|x| x.to_f32()).collect())
         }
         DType::BF16 => {
             let halves: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
-            (
-                halves.iter().flat_map(|x| x.to_le_bytes()).collect(),
-                halves.iter().map(|x| x.to_f32()).collect(),
-            )
+            (halves.iter().flat_map(|x| x.to_le_bytes()).collect(), halves.iter().map(|x| x.to_f32()).collect())
         }
         _ => (values.iter().flat_map(|x| x.to_le_bytes()).collect(), values.to_vec()),
     }
 }
 
 fn load(backend: &CpuBackend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> pagemill_backend::Weight {
-    let desc = WeightDesc {
-        name: "w".into(),
-        dtype,
-        rows,
-        cols,
-    };
+    let desc = WeightDesc { name: "w".into(), dtype, rows, cols };
     let row_bytes = dtype.row_bytes(cols).unwrap();
     let mut next_row = 0;
     let weight = backend
@@ -211,16 +179,8 @@ fn linear_over_float_weights() {
                 let x_t = tensor(&backend, tokens, cols, &x);
                 let (mut plain, mut biased) = (poisoned(&backend, tokens, rows), poisoned(&backend, tokens, rows));
                 let mut parts = [
-                    LinearPart {
-                        weight: &weight,
-                        bias: None,
-                        out: &mut plain,
-                    },
-                    LinearPart {
-                        weight: &weight,
-                        bias: Some(&bias_t),
-                        out: &mut biased,
-                    },
+                    LinearPart { weight: &weight, bias: None, out: &mut plain },
+                    LinearPart { weight: &weight, bias: Some(&bias_t), out: &mut biased },
                 ];
                 backend.linear(&x_t, &mut parts).unwrap();
                 let (plain, biased) = (host(&backend, &plain), host(&backend, &biased));
@@ -253,31 +213,16 @@ fn linear_rows_do_not_depend_on_the_batch() {
                 let weight = load(backend, dtype, rows, cols, &bytes);
                 let mut out = poisoned(backend, x.len() / cols, rows);
                 let x = tensor(backend, x.len() / cols, cols, x);
-                backend
-                    .linear(
-                        &x,
-                        &mut [LinearPart {
-                            weight: &weight,
-                            bias: None,
-                            out: &mut out,
-                        }],
-                    )
-                    .unwrap();
+                backend.linear(&x, &mut [LinearPart { weight: &weight, bias: None, out: &mut out }]).unwrap();
                 bits(&host(backend, &out))
             };
             let all = product(&isa_backend, &x);
-            let other_threads = CpuBackend::new(CpuConfig {
-                num_threads: Some(5),
-                isa: Some(isa_backend.isa()),
-                ..Default::default()
-            })
-            .unwrap();
+            let other_threads =
+                CpuBackend::new(CpuConfig { num_threads: Some(5), isa: Some(isa_backend.isa()), ..Default::default() })
+                    .unwrap();
             assert_eq!(product(&other_threads, &x), all);
             for (first, end) in [(0, 1), (66, 67), (3, 5), (10, 50)] {
-                assert_eq!(
-                    product(&isa_backend, &x[first * cols..end * cols]),
-                    all[first * rows..end * rows]
-                );
+                assert_eq!(product(&isa_backend, &x[first * cols..end * cols]), all[first * rows..end * rows]);
             }
         }
     }
@@ -294,15 +239,10 @@ fn embed_gather_scale_cap_and_rows() {
             let ids: Vec<u32> = (0..1000).map(|_| random.below(vocab) as u32).collect();
             let mut out = poisoned(&backend, ids.len(), cols);
             backend.embed(&table, &ids, 1.5, &mut out).unwrap();
-            let expected: Vec<f32> = ids
-                .iter()
-                .flat_map(|&id| &w[id as usize * cols..(id as usize + 1) * cols])
-                .map(|x| x * 1.5)
-                .collect();
+            let expected: Vec<f32> =
+                ids.iter().flat_map(|&id| &w[id as usize * cols..(id as usize + 1) * cols]).map(|x| x * 1.5).collect();
             assert_eq!(bits(&host(&backend, &out)), bits(&expected));
-            let error = backend
-                .embed(&table, &[301], 1.0, &mut poisoned(&backend, 1, cols))
-                .unwrap_err();
+            let error = backend.embed(&table, &[301], 1.0, &mut poisoned(&backend, 1, cols)).unwrap_err();
             assert!(error.to_string().contains("token ids below 301"), "{error}");
 
             let mut gathered = poisoned(&backend, 3, cols);
@@ -310,11 +250,7 @@ fn embed_gather_scale_cap_and_rows() {
             let gathered = host(&backend, &gathered);
             assert_eq!(bits(&gathered[..cols]), bits(&expected[999 * cols..]));
             assert_eq!(bits(&gathered[cols..2 * cols]), bits(&expected[..cols]));
-            assert!(
-                backend
-                    .gather_rows(&out, &[1000], &mut poisoned(&backend, 1, cols))
-                    .is_err()
-            );
+            assert!(backend.gather_rows(&out, &[1000], &mut poisoned(&backend, 1, cols)).is_err());
 
             backend.scale(&mut out, 0.5).unwrap();
             backend.soft_cap(&mut out, 2.0).unwrap();
@@ -328,12 +264,7 @@ fn embed_gather_scale_cap_and_rows() {
                     row.fill(idx as f32);
                 })
                 .unwrap();
-            assert!(
-                host(&backend, &out)
-                    .chunks(cols)
-                    .enumerate()
-                    .all(|(i, row)| row.iter().all(|&x| x == i as f32))
-            );
+            assert!(host(&backend, &out).chunks(cols).enumerate().all(|(i, row)| row.iter().all(|&x| x == i as f32)));
         }
     }
 }
@@ -342,9 +273,7 @@ fn embed_gather_scale_cap_and_rows() {
 fn a_panicking_visit_is_an_error() {
     for backend in backends() {
         let mut x = tensor(&backend, 4, 2, &[0.0; 8]);
-        let error = backend
-            .for_each_row(&mut x, &|idx, _| assert!(idx != 2, "row two"))
-            .unwrap_err();
+        let error = backend.for_each_row(&mut x, &|idx, _| assert!(idx != 2, "row two")).unwrap_err();
         assert!(matches!(error, BackendError::Device { .. }), "{error}");
         backend.for_each_row(&mut x, &|_, row| row.fill(1.0)).unwrap();
         assert_eq!(host(&backend, &x), [1.0; 8]);
@@ -366,22 +295,8 @@ fn wrong_shapes_are_refused() {
         shape(backend.to_host(&t(2, 3), &mut [0.0; 5]));
         shape(backend.from_host(&[0.0; 5], &mut t(2, 3)));
         let weight = load(&backend, DType::F32, 4, 3, &[0; 48]);
-        shape(backend.linear(
-            &t(2, 2),
-            &mut [LinearPart {
-                weight: &weight,
-                bias: None,
-                out: &mut t(2, 4),
-            }],
-        ));
-        shape(backend.linear(
-            &t(2, 3),
-            &mut [LinearPart {
-                weight: &weight,
-                bias: None,
-                out: &mut t(2, 3),
-            }],
-        ));
+        shape(backend.linear(&t(2, 2), &mut [LinearPart { weight: &weight, bias: None, out: &mut t(2, 4) }]));
+        shape(backend.linear(&t(2, 3), &mut [LinearPart { weight: &weight, bias: None, out: &mut t(2, 3) }]));
         assert!(backend.temp(usize::MAX / 2, 8).is_err());
     }
 }
@@ -389,23 +304,10 @@ fn wrong_shapes_are_refused() {
 #[test]
 fn a_failed_read_names_the_weight() {
     for backend in backends() {
-        let desc = WeightDesc {
-            name: "blk.3.up".into(),
-            dtype: DType::F16,
-            rows: 2,
-            cols: 2,
-        };
-        let error = backend
-            .load_weight(desc, &mut |_, _, _| Err("short file".into()))
-            .map(|_| ())
-            .unwrap_err();
+        let desc = WeightDesc { name: "blk.3.up".into(), dtype: DType::F16, rows: 2, cols: 2 };
+        let error = backend.load_weight(desc, &mut |_, _, _| Err("short file".into())).map(|_| ()).unwrap_err();
         assert_eq!(error.to_string(), "reading weight blk.3.up: short file");
-        let desc = WeightDesc {
-            name: "odd".into(),
-            dtype: DType::Q4_0,
-            rows: 1,
-            cols: 33,
-        };
+        let desc = WeightDesc { name: "odd".into(), dtype: DType::Q4_0, rows: 1, cols: 33 };
         assert!(backend.load_weight(desc, &mut |_, _, _| Ok(())).is_err());
     }
 }
@@ -450,25 +352,12 @@ fn upload_batch_refuses_what_kernels_take_for_granted() {
         }],
     };
     assert!(backend.upload_batch(good.clone(), &spec).is_ok());
-    assert!(
-        backend
-            .upload_batch(
-                BatchLayout {
-                    query_start: vec![0],
-                    ..Default::default()
-                },
-                &spec
-            )
-            .is_ok()
-    );
+    assert!(backend.upload_batch(BatchLayout { query_start: vec![0], ..Default::default() }, &spec).is_ok());
     let spoil = |change: &dyn Fn(&mut BatchLayout)| {
         let mut layout = good.clone();
         change(&mut layout);
         let error = backend.upload_batch(layout, &spec).map(|_| ()).unwrap_err();
-        assert!(
-            matches!(error, BackendError::Shape { op: "upload_batch", .. }),
-            "{error}"
-        );
+        assert!(matches!(error, BackendError::Shape { op: "upload_batch", .. }), "{error}");
     };
     spoil(&|l| l.query_start = vec![]);
     spoil(&|l| l.query_start[0] = 1);

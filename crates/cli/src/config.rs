@@ -59,7 +59,6 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         num_threads: threads(settings.threads)?,
         activations: activations(settings.activations.as_deref())?,
         isa: isa(settings.isa.as_deref())?,
-        ..CpuConfig::default()
     };
     Ok(Config { engine, cpu })
 }
@@ -192,6 +191,17 @@ pub fn serve_config(settings: &ServerSettings) -> Result<ServeConfig> {
     if api_keys.iter().any(String::is_empty) {
         bail!("api_key: an empty key would let everybody in; leave the flag out to need no key");
     }
+    for origin in settings.cors_origin.iter().flatten() {
+        if !is_origin(origin) {
+            bail!("cors_origin = {origin}: must be * or scheme://host[:port], such as https://chat.example.org");
+        }
+    }
+    if settings.host.as_deref() == Some("") {
+        bail!("host: must not be empty; 0.0.0.0 or :: listens on every address");
+    }
+    if settings.served_model_name.as_deref().is_some_and(|name| name.trim().is_empty()) {
+        bail!("served_model_name: must not be empty");
+    }
     Ok(ServeConfig {
         host: settings.host.clone().unwrap_or_else(|| "127.0.0.1".to_owned()),
         port: settings.port.unwrap_or(8000),
@@ -200,6 +210,15 @@ pub fn serve_config(settings: &ServerSettings) -> Result<ServeConfig> {
         drain_timeout_s: settings.drain_timeout.unwrap_or(60),
         sse_keep_alive_s: settings.sse_keep_alive.filter(|&s| s > 0),
     })
+}
+
+/// Browsers send an origin as scheme, host and port: anything else would never match.
+fn is_origin(text: &str) -> bool {
+    let host = |rest: &str| !rest.is_empty() && !rest.contains(['/', '?', '#', '@']);
+    let visible = text.chars().all(|c| c.is_ascii_graphic());
+    text == "*"
+        || text == "null"
+        || (visible && text.split_once("://").is_some_and(|(scheme, rest)| !scheme.is_empty() && host(rest)))
 }
 
 #[cfg(test)]
@@ -221,6 +240,26 @@ mod tests {
         for text in ["", "GiB", "junk", "1XB", "-5", "0", "1e30", "1..2"] {
             let message = format!("{:#}", parse_bytes(text, "kv_cache_bytes").unwrap_err());
             assert!(message.contains("kv_cache_bytes"), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn what_the_server_cannot_use_is_refused() {
+        let origins = |origin: &str| ServerSettings { cors_origin: Some(vec![origin.into()]), ..Default::default() };
+        for origin in ["*", "null", "https://chat.example.org", "http://localhost:3000", "app://x"] {
+            assert!(serve_config(&origins(origin)).is_ok(), "{origin}");
+        }
+        for origin in ["", "localhost:3000", "https://", "https://a.b/", "https://a b", "*.example.org"] {
+            let message = serve_config(&origins(origin)).unwrap_err().to_string();
+            assert!(message.starts_with("cors_origin = "), "{message}");
+        }
+        let empty = || Some(String::new());
+        for (settings, key) in [
+            (ServerSettings { host: empty(), ..Default::default() }, "host"),
+            (ServerSettings { served_model_name: empty(), ..Default::default() }, "served_model_name"),
+            (ServerSettings { api_key: Some(vec![String::new()]), ..Default::default() }, "api_key"),
+        ] {
+            assert!(serve_config(&settings).unwrap_err().to_string().starts_with(key), "{key}");
         }
     }
 

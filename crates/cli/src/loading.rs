@@ -80,7 +80,7 @@ pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedMode
 }
 
 fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let backend = CpuBackend::new(config.cpu.clone()).context("starting the CPU device")?;
+    let backend = CpuBackend::new(config.cpu).context("starting the CPU device")?;
     let device = backend.info().description;
     let backend: Arc<dyn Backend> = Arc::new(backend);
     let bar = match show {

@@ -84,9 +84,11 @@ pub struct ServerSettings {
     pub port: Option<u16>,
     /// Key that clients must send; may be given several times
     #[arg(long, env = "PAGEMILL_API_KEY", value_name = "KEY", hide_env_values = true)]
+    #[serde(deserialize_with = "one_or_more")]
     pub api_key: Option<Vec<String>>,
     /// Web origin allowed by CORS (`*` for all); may be given several times [default: none]
     #[arg(long, env = "PAGEMILL_CORS_ORIGIN", value_name = "ORIGIN", visible_alias = "allowed-origins")]
+    #[serde(deserialize_with = "one_or_more")]
     pub cors_origin: Option<Vec<String>>,
     /// Name under which the model is served [default: MODEL's]
     #[arg(long, env = "PAGEMILL_SERVED_MODEL_NAME", visible_alias = "alias", value_name = "NAME")]
@@ -97,6 +99,20 @@ pub struct ServerSettings {
     /// Seconds between comments on a silent stream; 0: none [default: 0]
     #[arg(long, env = "PAGEMILL_SSE_KEEP_ALIVE", value_name = "SECONDS")]
     pub sse_keep_alive: Option<u64>,
+}
+
+/// What a flag may be given several times for, a file may write as one text or as a list.
+fn one_or_more<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<Vec<String>>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a text or a list of texts")]
+    enum Written {
+        One(String),
+        More(Vec<String>),
+    }
+    Ok(Some(match Written::deserialize(deserializer)? {
+        Written::One(text) => vec![text],
+        Written::More(texts) => texts,
+    }))
 }
 
 /// The TOML file: one flat table with the flags' names, underscores for dashes.
@@ -217,6 +233,16 @@ mod tests {
         let merged = EngineSettings { block_size: Some(64), ..Default::default() }.or(file.engine);
         assert_eq!((merged.block_size, merged.kv_dtype.as_deref()), (Some(64), Some("f32")));
         assert_eq!(ServerSettings::default().or(file.server).port, Some(9000));
+    }
+
+    #[test]
+    fn one_key_or_a_list() {
+        for (text, keys) in [("api_key = \"a\"", vec!["a"]), ("api_key = [\"a\", \"b\"]", vec!["a", "b"])] {
+            let file = parse_file(text).unwrap();
+            assert_eq!(file.server.api_key.unwrap(), keys);
+        }
+        let wrong = parse_file("api_key = 7").unwrap_err();
+        assert_eq!(wrong, "api_key: expected a text or a list of texts");
     }
 
     #[test]

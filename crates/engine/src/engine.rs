@@ -160,11 +160,7 @@ impl<E: Executor> InferenceEngine<E> {
         while self.in_flight < self.executor.max_in_flight() {
             let clock = MonotonicClock::start();
             let plan = self.scheduler.schedule(&mut self.kv_cache, now);
-            let input = if plan.is_empty() {
-                None
-            } else {
-                Some(self.step_input(plan)?)
-            };
+            let input = if plan.is_empty() { None } else { Some(self.step_input(plan)?) };
             let scheduled_us = clock.now_us();
             self.counters.schedule_us += scheduled_us;
             let Some(input) = input else { break };
@@ -201,12 +197,8 @@ impl<E: Executor> InferenceEngine<E> {
 
     /// Aborts requests whose listeners are gone.
     fn reap_closed(&mut self) {
-        let closed: Vec<RequestId> = self
-            .requests
-            .iter()
-            .filter(|(_, request)| request.sink.is_closed())
-            .map(|(&id, _)| id)
-            .collect();
+        let closed: Vec<RequestId> =
+            self.requests.iter().filter(|(_, request)| request.sink.is_closed()).map(|(&id, _)| id).collect();
         self.abort_unheard(closed);
     }
 
@@ -256,9 +248,7 @@ impl<E: Executor> InferenceEngine<E> {
     fn check_integrity_if(&mut self, now: bool) -> Result<(), EngineError> {
         if now && self.checks.due {
             self.checks.due = false;
-            self.kv_cache
-                .check_integrity()
-                .map_err(|error| EngineError::Internal(error.to_string()))?;
+            self.kv_cache.check_integrity().map_err(|error| EngineError::Internal(error.to_string()))?;
         }
         Ok(())
     }
@@ -267,9 +257,7 @@ impl<E: Executor> InferenceEngine<E> {
     pub fn fail_all(&mut self, message: &str) {
         for (_, mut request) in std::mem::take(&mut self.requests) {
             // A listener that is gone needs no message.
-            let _ = request.sink.send(EngineEvent::Failed {
-                message: message.to_owned(),
-            });
+            let _ = request.sink.send(EngineEvent::Failed { message: message.to_owned() });
         }
     }
 
@@ -318,11 +306,7 @@ impl<E: Executor> InferenceEngine<E> {
 /// that its first token ended; then the end, which follows the token, tells it.
 fn cached_tokens(scheduler: &DynamicBatchScheduler, id: SequenceId, next: Option<&Event>) -> Option<usize> {
     let at_the_end = match next {
-        Some(Event::Finished {
-            id: ended,
-            num_cached_tokens,
-            ..
-        }) if *ended == id => Some(*num_cached_tokens),
+        Some(Event::Finished { id: ended, num_cached_tokens, .. }) if *ended == id => Some(*num_cached_tokens),
         _ => None,
     };
     scheduler.num_cached_tokens(id).or(at_the_end)

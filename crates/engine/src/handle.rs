@@ -64,9 +64,7 @@ impl Reply {
 impl Drop for Reply {
     fn drop(&mut self) {
         if let Some(reply) = self.0.take() {
-            reply(Err(SubmitError::Stopped(
-                "it stopped before the request was taken".into(),
-            )));
+            reply(Err(SubmitError::Stopped("it stopped before the request was taken".into())));
         }
     }
 }
@@ -127,26 +125,15 @@ impl EngineHandle {
             has_work: AtomicBool::new(false),
             moved_at_us: AtomicU64::new(0),
         });
-        let step_loop = StepLoop {
-            engine,
-            shared: Arc::clone(&shared),
-            submissions: submission_receiver,
-            wake: wake_receiver,
-        };
-        let thread = std::thread::Builder::new()
-            .name("pagemill-engine".into())
-            .spawn(move || step_loop.run());
+        let step_loop =
+            StepLoop { engine, shared: Arc::clone(&shared), submissions: submission_receiver, wake: wake_receiver };
+        let thread = std::thread::Builder::new().name("pagemill-engine".into()).spawn(move || step_loop.run());
         let thread = thread
             .map_err(|error| {
                 Shared::lock(&shared.status).stopped = Some(format!("no thread for the engine: {error}"));
             })
             .ok();
-        Self {
-            shared,
-            submissions,
-            wake,
-            thread: Arc::new(Mutex::new(thread)),
-        }
+        Self { shared, submissions, wake, thread: Arc::new(Mutex::new(thread)) }
     }
 
     /// Queues a request; returns once the scheduler has accepted or refused it (microseconds to one
@@ -164,9 +151,7 @@ impl EngineHandle {
                 let _ = sender.try_send(result);
             }),
         );
-        receiver
-            .recv()
-            .unwrap_or_else(|_| Err(SubmitError::Stopped("it gave no answer".into())))
+        receiver.recv().unwrap_or_else(|_| Err(SubmitError::Stopped("it gave no answer".into())))
     }
 
     /// Queues a request without waiting. `reply` is called exactly once: on the engine's thread, or
@@ -183,8 +168,7 @@ impl EngineHandle {
         match self.submissions.try_send(Submission { request, reply }) {
             Ok(()) => {}
             Err(TrySendError::Full(lost)) => {
-                lost.reply
-                    .send(Err(Refusal::QueueFull { limit: QUEUE_CAPACITY }.into()));
+                lost.reply.send(Err(Refusal::QueueFull { limit: QUEUE_CAPACITY }.into()));
             }
             // Its reply says so when it drops.
             Err(TrySendError::Disconnected(_)) => {}
@@ -200,10 +184,7 @@ impl EngineHandle {
         // Every event there can be: a token a choice, prompt log-probabilities a chunk, the ends.
         let capacity = request.max_tokens.saturating_add(2).saturating_mul(n as usize) + request.prompt.len();
         let (sink, events) = ChannelSink::new(capacity.min(1 << 16));
-        self.submit(Request {
-            sink: Box::new(sink),
-            ..request
-        })?;
+        self.submit(Request { sink: Box::new(sink), ..request })?;
         events.gather(n).map_err(SubmitError::Stopped)
     }
 
@@ -250,9 +231,7 @@ impl EngineHandle {
         self.shared.stopping.store(true, Ordering::Release);
         self.wake_up();
         let mut held = Shared::lock(&self.thread);
-        let on_engine_thread = held
-            .as_ref()
-            .is_some_and(|thread| thread.thread().id() == std::thread::current().id());
+        let on_engine_thread = held.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id());
         if !on_engine_thread && let Some(thread) = held.take() {
             // Its panics are caught and told through `status`.
             let _ = thread.join();
@@ -290,10 +269,7 @@ impl<E: Executor> StepLoop<E> {
             .unwrap_or_else(|panic| End::Broken(format!("the engine panicked: {}", panic_message(&*panic))));
         let (why, message) = match end {
             End::Abandoned => ("nobody holds it any more".to_owned(), String::new()),
-            End::Shutdown => (
-                "the server is shutting down".to_owned(),
-                "the server is shutting down".to_owned(),
-            ),
+            End::Shutdown => ("the server is shutting down".to_owned(), "the server is shutting down".to_owned()),
             End::Broken(why) => (why.clone(), format!("the engine has stopped: {why}")),
         };
         {
@@ -367,9 +343,7 @@ impl<E: Executor> StepLoop<E> {
     fn stamp(&self) {
         // Work that just arrived after an idle time is not stalled since then.
         if !self.shared.has_work.load(Ordering::Acquire) {
-            self.shared
-                .moved_at_us
-                .store(self.shared.clock.now_us(), Ordering::Release);
+            self.shared.moved_at_us.store(self.shared.clock.now_us(), Ordering::Release);
         }
         self.shared.has_work.store(self.engine.has_work(), Ordering::Release);
     }
@@ -379,9 +353,7 @@ impl<E: Executor> StepLoop<E> {
         *Shared::lock(&self.shared.status) = status;
         let waits_on_purpose = self.engine.next_wakeup().is_some();
         if ran || waits_on_purpose {
-            self.shared
-                .moved_at_us
-                .store(self.shared.clock.now_us(), Ordering::Release);
+            self.shared.moved_at_us.store(self.shared.clock.now_us(), Ordering::Release);
         }
         self.shared.has_work.store(self.engine.has_work(), Ordering::Release);
     }
@@ -391,9 +363,9 @@ impl<E: Executor> StepLoop<E> {
     fn sleep(&self, abandoned: bool) -> Option<Submission> {
         let timeout = if self.engine.has_work() {
             let Time(now) = self.shared.clock.now();
-            self.engine.next_wakeup().map_or(WAITING_POLL, |Time(at)| {
-                Duration::from_micros(at.saturating_sub(now)).min(WAITING_POLL)
-            })
+            self.engine
+                .next_wakeup()
+                .map_or(WAITING_POLL, |Time(at)| Duration::from_micros(at.saturating_sub(now)).min(WAITING_POLL))
         } else {
             Duration::MAX
         };

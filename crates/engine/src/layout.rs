@@ -60,10 +60,9 @@ impl BatchBuilder {
         }
         self.token_ids.extend_from_slice(&sequence.token_ids);
         for (group_idx, table) in sequence.block_tables.iter().enumerate() {
-            self.push_table(group_idx, table, sequence.start, len, block_size)
-                .map_err(|detail| {
-                    EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
-                })?;
+            self.push_table(group_idx, table, sequence.start, len, block_size).map_err(|detail| {
+                EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
+            })?;
         }
         self.push_positions(sequence.start, len)
     }
@@ -123,16 +122,10 @@ mod tests {
 
     fn sequence(start: usize, tokens: &[u32], tables: &[&[u32]]) -> ScheduledSequence {
         ScheduledSequence {
-            id: SequenceId {
-                request: RequestId(1),
-                choice: 0,
-            },
+            id: SequenceId { request: RequestId(1), choice: 0 },
             token_ids: tokens.to_vec(),
             start,
-            block_tables: tables
-                .iter()
-                .map(|table| table.iter().map(|&b| BlockId(b)).collect())
-                .collect(),
+            block_tables: tables.iter().map(|table| table.iter().map(|&b| BlockId(b)).collect()).collect(),
             sample: vec![],
             prompt_logprobs: false,
             num_padding: 0,
@@ -144,14 +137,10 @@ mod tests {
         let mut batch = BatchBuilder::default();
         for _ in 0..2 {
             batch.clear(2);
-            batch
-                .push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16)
-                .unwrap_err();
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16).unwrap_err();
             batch.clear(2);
             batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16).unwrap();
-            batch
-                .push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16)
-                .unwrap();
+            batch.push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16).unwrap();
             batch.push_padding(11, 2, 16).unwrap();
         }
         assert_eq!(batch.token_ids, [7, 8, 9, 6, 0, 0]);
@@ -159,10 +148,7 @@ mod tests {
         assert_eq!(layout.query_start, [0, 3, 4, 6]);
         assert_eq!(layout.seq_lens, [18, 34, 2]);
         assert_eq!(layout.positions, [15, 16, 17, 33, 0, 1]);
-        assert_eq!(
-            layout.groups[0].slot_mapping,
-            [4 * 16 + 15, 2 * 16, 2 * 16 + 1, 16 + 1, 11 * 16, 11 * 16 + 1]
-        );
+        assert_eq!(layout.groups[0].slot_mapping, [4 * 16 + 15, 2 * 16, 2 * 16 + 1, 16 + 1, 11 * 16, 11 * 16 + 1]);
         assert_eq!(layout.groups[0].block_table, [4, 2, 9, 8, 1, 11]);
         assert_eq!(layout.groups[1].block_table, [5, 3, u32::MAX, 7, 0, 11]);
         assert_eq!(layout.groups[1].block_table_start, [0, 2, 5, 6]);

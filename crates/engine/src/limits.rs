@@ -29,9 +29,7 @@ impl Limits {
     pub(crate) fn resolve(spec: &ModelSpec, config: &EngineConfig) -> Result<Self, EngineError> {
         check_values(spec, config)?;
         let max_batch_size = config.max_batch_size.unwrap_or(AUTO_BATCH_SIZE);
-        let max_batch_tokens = config
-            .max_batch_tokens
-            .unwrap_or(config.prefill_chunk_size + max_batch_size);
+        let max_batch_tokens = config.max_batch_tokens.unwrap_or(config.prefill_chunk_size + max_batch_size);
         if max_batch_tokens < max_batch_size {
             return Err(bad(
                 "max_batch_tokens",
@@ -47,12 +45,7 @@ impl Limits {
             })
             .collect();
         let max_seq_len = config.max_seq_len.unwrap_or(spec.max_seq_len);
-        Ok(Self {
-            max_batch_size,
-            max_batch_tokens,
-            max_seq_len,
-            groups,
-        })
+        Ok(Self { max_batch_size, max_batch_tokens, max_seq_len, groups })
     }
 
     /// The scheduler's part.
@@ -84,20 +77,13 @@ impl Limits {
 
     /// Blocks that a sequence of `tokens` tokens holds at most, when none is longer.
     pub(crate) fn blocks_needed(&self, config: &EngineConfig, tokens: usize) -> usize {
-        let limits = Self {
-            max_seq_len: tokens,
-            ..self.clone()
-        };
+        let limits = Self { max_seq_len: tokens, ..self.clone() };
         PagedKvCache::new(limits.cache_config(config, 1)).blocks_needed(tokens)
     }
 
     /// Blocks behind the pool that only a static batch's padding uses: enough for one whole step.
     pub(crate) fn padding_blocks(&self, config: &EngineConfig) -> usize {
-        if config.continuous_batching {
-            0
-        } else {
-            self.max_batch_tokens.div_ceil(config.block_size)
-        }
+        if config.continuous_batching { 0 } else { self.max_batch_tokens.div_ceil(config.block_size) }
     }
 }
 
@@ -115,38 +101,23 @@ pub(crate) fn pool_spec(spec: &ModelSpec, config: &EngineConfig, num_blocks: usi
 
 fn check_values(spec: &ModelSpec, config: &EngineConfig) -> Result<(), EngineError> {
     if ![16, 32, 64, 128, 256].contains(&config.block_size) {
-        return Err(bad(
-            "block_size",
-            format!("{} is none of 16, 32, 64, 128, 256", config.block_size),
-        ));
+        return Err(bad("block_size", format!("{} is none of 16, 32, 64, 128, 256", config.block_size)));
     }
     if ![DType::F16, DType::F32].contains(&config.kv_dtype) {
         return Err(bad("kv_dtype", format!("{} is neither F16 nor F32", config.kv_dtype)));
     }
     if config.prefill_chunk_size == 0 || config.prefill_chunk_size > 1 << 20 {
-        return Err(bad(
-            "prefill_chunk_size",
-            format!("{} is not in 1..=1048576", config.prefill_chunk_size),
-        ));
+        return Err(bad("prefill_chunk_size", format!("{} is not in 1..=1048576", config.prefill_chunk_size)));
     }
-    for (key, value) in [
-        ("max_batch_size", config.max_batch_size),
-        ("max_batch_tokens", config.max_batch_tokens),
-    ] {
+    for (key, value) in [("max_batch_size", config.max_batch_size), ("max_batch_tokens", config.max_batch_tokens)] {
         if let Some(value) = value.filter(|value| !(1..=1 << 20).contains(value)) {
             return Err(bad(key, format!("{value} is not in 1..=1048576")));
         }
     }
-    if let Some(tokens) = config
-        .max_seq_len
-        .filter(|tokens| !(1..=spec.max_seq_len).contains(tokens))
-    {
+    if let Some(tokens) = config.max_seq_len.filter(|tokens| !(1..=spec.max_seq_len).contains(tokens)) {
         return Err(bad(
             "max_seq_len",
-            format!(
-                "{tokens} is not in 1..={}, the positions that the model was made for",
-                spec.max_seq_len
-            ),
+            format!("{tokens} is not in 1..={}, the positions that the model was made for", spec.max_seq_len),
         ));
     }
     Ok(())

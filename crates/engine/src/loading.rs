@@ -38,42 +38,23 @@ pub fn build_engine(
     let spec = pagemill_model::read_spec(checkpoint)?;
     let mut limits = Limits::resolve(&spec, config)?;
     let available_bytes = backend.info().memory_available_bytes;
-    let rank = RankContext {
-        backend: Arc::clone(&backend),
-        collective: Arc::new(SoloCollective),
-    };
+    let rank = RankContext { backend: Arc::clone(&backend), collective: Arc::new(SoloCollective) };
     let model = pagemill_model::load(checkpoint, &rank, progress)?;
     let weight_bytes = model.weight_bytes();
 
     let largest = largest_step(&limits, config.block_size);
     let warm_up_pool = backend.alloc_kv(&pool_spec(&spec, config, largest.num_blocks))?;
-    let mut worker = Worker::new(
-        Arc::clone(&backend),
-        model,
-        warm_up_pool,
-        PaddingBlocks::default(),
-        limits.max_batch_tokens,
-    );
+    let mut worker =
+        Worker::new(Arc::clone(&backend), model, warm_up_pool, PaddingBlocks::default(), limits.max_batch_tokens);
     backend.rehearse(true);
     let rehearsed = worker.run(largest.input);
     backend.rehearse(false);
     rehearsed?;
 
     let workspace_bytes = backend.workspace().0 as u64;
-    let plan = size(
-        &spec,
-        config,
-        &mut limits,
-        Measured {
-            available_bytes,
-            weight_bytes,
-            workspace_bytes,
-        },
-    )?;
-    let padding = PaddingBlocks {
-        first: block_count(plan.num_blocks)?,
-        count: block_count(limits.padding_blocks(config))?,
-    };
+    let plan = size(&spec, config, &mut limits, Measured { available_bytes, weight_bytes, workspace_bytes })?;
+    let padding =
+        PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(limits.padding_blocks(config))? };
     let pool = pool_spec(&spec, config, plan.num_blocks + limits.padding_blocks(config));
     worker.finish_warm_up(backend.alloc_kv(&pool)?, padding);
 
@@ -83,11 +64,7 @@ pub fn build_engine(
         PipelineExecutor::start(worker)?,
         UnifiedMemoryAllocator::new(plan),
     );
-    let engine = if config.check_every_step {
-        engine.checked_every_step()
-    } else {
-        engine
-    };
+    let engine = if config.check_every_step { engine.checked_every_step() } else { engine };
     Ok(BuiltEngine { engine, spec, plan })
 }
 
@@ -99,16 +76,7 @@ pub fn build_engine(
 pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, available_bytes: u64) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
     let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens);
-    size(
-        spec,
-        config,
-        &mut limits,
-        Measured {
-            available_bytes,
-            weight_bytes: spec.stored_bytes,
-            workspace_bytes,
-        },
-    )
+    size(spec, config, &mut limits, Measured { available_bytes, weight_bytes: spec.stored_bytes, workspace_bytes })
 }
 
 struct Measured {

@@ -60,13 +60,7 @@ pub struct KvFactors {
 
 impl std::fmt::Display for MemoryPlan {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let KvFactors {
-            layers,
-            kv_heads,
-            head_dim,
-            elem_bytes,
-            sequence_bytes,
-        } = self.kv;
+        let KvFactors { layers, kv_heads, head_dim, elem_bytes, sequence_bytes } = self.kv;
         writeln!(f, "memory available  {:>12}", Bytes(self.available_bytes))?;
         writeln!(f, "  weights         {:>12}", Bytes(self.weight_bytes))?;
         writeln!(
@@ -89,11 +83,7 @@ impl std::fmt::Display for MemoryPlan {
             "KV of a sequence  {:>12}  2 × {layers} layers × {kv_heads} heads × {head_dim} × {} tokens × {elem_bytes} bytes{}",
             Bytes(sequence_bytes),
             self.max_seq_len,
-            if sequence_bytes < self.full_attention_bytes() {
-                ", less behind sliding windows"
-            } else {
-                ""
-            }
+            if sequence_bytes < self.full_attention_bytes() { ", less behind sliding windows" } else { "" }
         )?;
         write!(
             f,
@@ -109,13 +99,7 @@ impl std::fmt::Display for MemoryPlan {
 
 impl MemoryPlan {
     fn full_attention_bytes(&self) -> u64 {
-        let KvFactors {
-            layers,
-            kv_heads,
-            head_dim,
-            elem_bytes,
-            ..
-        } = self.kv;
+        let KvFactors { layers, kv_heads, head_dim, elem_bytes, .. } = self.kv;
         2 * (layers * kv_heads * head_dim * elem_bytes) as u64 * self.max_seq_len as u64
     }
 }
@@ -131,11 +115,7 @@ impl std::fmt::Display for Bytes {
             value /= 1024.0;
             unit += 1;
         }
-        let text = if unit == 0 {
-            format!("{value} B")
-        } else {
-            format!("{value:.1} {}", UNITS[unit])
-        };
+        let text = if unit == 0 { format!("{value} B") } else { format!("{value:.1} {}", UNITS[unit]) };
         f.pad(&text)
     }
 }
@@ -186,10 +166,7 @@ pub(crate) struct KvDemand<'a> {
 pub(crate) fn size_kv_pool(demand: &KvDemand<'_>) -> Result<MemoryPlan, EngineError> {
     let mut plan = demand.measured;
     plan.reserve_bytes = plan.available_bytes / RESERVE_DIVISOR;
-    let unused = plan
-        .available_bytes
-        .saturating_sub(plan.weight_bytes)
-        .saturating_sub(plan.workspace_bytes);
+    let unused = plan.available_bytes.saturating_sub(plan.weight_bytes).saturating_sub(plan.workspace_bytes);
     let padding_bytes = demand.padding_blocks as u64 * plan.block_bytes;
     let bytes = match demand.configured_bytes {
         Some(bytes) if bytes.saturating_add(padding_bytes) > unused => {
@@ -266,13 +243,7 @@ mod tests {
             model_seq_len: 1024,
             max_batch_size: 4,
             max_batch_tokens: 516,
-            kv: KvFactors {
-                layers: 32,
-                kv_heads: 8,
-                head_dim: 64,
-                elem_bytes: 2,
-                sequence_bytes: 64 * MIB,
-            },
+            kv: KvFactors { layers: 32, kv_heads: 8, head_dim: 64, elem_bytes: 2, sequence_bytes: 64 * MIB },
             ..MemoryPlan::default()
         }
     }
@@ -298,10 +269,7 @@ mod tests {
     fn takes_half_of_what_is_left() {
         let plan = size_kv_pool(&demand(400 * MIB)).unwrap();
         // 400 - 100 - 20 - 40 = 240
-        assert_eq!(
-            (plan.num_blocks, plan.full_length_sequences, plan.max_seq_len),
-            (120, 1, 1024)
-        );
+        assert_eq!((plan.num_blocks, plan.full_length_sequences, plan.max_seq_len), (120, 1, 1024));
         assert_eq!(plan.kv_pool_bytes, 120 * MIB);
     }
 
@@ -309,20 +277,9 @@ mod tests {
     fn shrinks_a_default_length_and_refuses_a_wished_one() {
         let small = demand(200 * MIB); // 200 - 120 - 20 = 60: 30 blocks
         let plan = size_kv_pool(&small).unwrap();
-        assert_eq!(
-            (plan.num_blocks, plan.max_seq_len, plan.full_length_sequences),
-            (30, 480, 1)
-        );
-        assert!(
-            plan.to_string().contains("the model itself allows 1024 tokens"),
-            "{plan}"
-        );
-        let error = size_kv_pool(&KvDemand {
-            fixed_seq_len: true,
-            ..small
-        })
-        .unwrap_err()
-        .to_string();
+        assert_eq!((plan.num_blocks, plan.max_seq_len, plan.full_length_sequences), (30, 480, 1));
+        assert!(plan.to_string().contains("the model itself allows 1024 tokens"), "{plan}");
+        let error = size_kv_pool(&KvDemand { fixed_seq_len: true, ..small }).unwrap_err().to_string();
         assert!(error.contains("1024 tokens needs 64 KV blocks"), "{error}");
         let error = size_kv_pool(&demand(120 * MIB)).unwrap_err().to_string();
         assert!(error.contains("pool holds 0"), "{error}");
@@ -330,39 +287,19 @@ mod tests {
 
     #[test]
     fn takes_what_was_configured_or_says_why_not() {
-        let plan = size_kv_pool(&KvDemand {
-            configured_bytes: Some(7 * MIB + 3),
-            ..demand(400 * MIB)
-        })
-        .unwrap();
+        let plan = size_kv_pool(&KvDemand { configured_bytes: Some(7 * MIB + 3), ..demand(400 * MIB) }).unwrap();
         assert_eq!((plan.num_blocks, plan.max_seq_len), (7, 112));
-        let too_much = KvDemand {
-            configured_bytes: Some(300 * MIB),
-            ..demand(400 * MIB)
-        };
+        let too_much = KvDemand { configured_bytes: Some(300 * MIB), ..demand(400 * MIB) };
         let error = size_kv_pool(&too_much).unwrap_err().to_string();
-        assert!(
-            error.contains("kv_cache_bytes asks for 300.0 MiB") && error.contains("leave 280.0 MiB"),
-            "{error}"
-        );
-        assert!(
-            size_kv_pool(&KvDemand {
-                configured_bytes: Some(u64::MAX),
-                ..demand(400 * MIB)
-            })
-            .is_err()
-        );
+        assert!(error.contains("kv_cache_bytes asks for 300.0 MiB") && error.contains("leave 280.0 MiB"), "{error}");
+        assert!(size_kv_pool(&KvDemand { configured_bytes: Some(u64::MAX), ..demand(400 * MIB) }).is_err());
     }
 
     #[test]
     fn the_block_shows_every_number() {
         let text = size_kv_pool(&demand(400 * MIB)).unwrap().to_string();
-        for part in [
-            "400.0 MiB",
-            "100.0 MiB",
-            "120 blocks of 16 tokens",
-            "2 × 32 layers × 8 heads × 64 × 1024 tokens",
-        ] {
+        for part in ["400.0 MiB", "100.0 MiB", "120 blocks of 16 tokens", "2 × 32 layers × 8 heads × 64 × 1024 tokens"]
+        {
             assert!(text.contains(part), "{part} in\n{text}");
         }
     }

@@ -42,25 +42,14 @@ impl PipelineExecutor {
             .name("pagemill-rank-0".into())
             .spawn(move || run_rank(worker, &inputs, &reply_sender))
             .map_err(|error| EngineError::Internal(format!("no thread for rank 0: {error}")))?;
-        let rank = RankThread {
-            inputs: Some(input_sender),
-            replies,
-            thread: Some(thread),
-        };
-        Ok(Self {
-            rank,
-            workspace_grown: 0,
-        })
+        let rank = RankThread { inputs: Some(input_sender), replies, thread: Some(thread) };
+        Ok(Self { rank, workspace_grown: 0 })
     }
 }
 
 impl Executor for PipelineExecutor {
     fn submit(&mut self, input: StepInput) -> Result<(), EngineError> {
-        let sent = self
-            .rank
-            .inputs
-            .as_ref()
-            .is_some_and(|inputs| inputs.send(input).is_ok());
+        let sent = self.rank.inputs.as_ref().is_some_and(|inputs| inputs.send(input).is_ok());
         if sent { Ok(()) } else { Err(lost_rank()) }
     }
 
@@ -97,16 +86,8 @@ fn run_rank(mut worker: Worker, inputs: &Receiver<StepInput>, replies: &Sender<R
     for input in inputs {
         // The worker is not used again after a panic, so a half-changed one is never seen.
         let result = catch_unwind(AssertUnwindSafe(|| worker.run(input)))
-            .unwrap_or_else(|panic| {
-                Err(EngineError::Internal(format!(
-                    "rank 0 panicked: {}",
-                    panic_message(&*panic)
-                )))
-            })
-            .map(|output| Reply {
-                output,
-                workspace_grown: worker.workspace_grown(),
-            });
+            .unwrap_or_else(|panic| Err(EngineError::Internal(format!("rank 0 panicked: {}", panic_message(&*panic)))))
+            .map(|output| Reply { output, workspace_grown: worker.workspace_grown() });
         let failed = result.is_err();
         if replies.send(result).is_err() || failed {
             return;

@@ -114,13 +114,7 @@ struct Choice {
 impl LiveRequest {
     /// A request that waits.
     pub(crate) fn new(prompt: Arc<[u32]>, sampling: Arc<SamplingParams>, n: u32, sink: Box<dyn EventSink>) -> Self {
-        Self {
-            prompt,
-            sampling,
-            sink,
-            started: false,
-            choices: vec![Choice::default(); n as usize],
-        }
+        Self { prompt, sampling, sink, started: false, choices: vec![Choice::default(); n as usize] }
     }
 
     /// Whether a choice has not ended.
@@ -135,9 +129,7 @@ impl LiveRequest {
 
     /// Marks a choice as ended; false when it already was, or does not exist.
     pub(crate) fn end_choice(&mut self, choice: u32) -> bool {
-        self.choices
-            .get_mut(choice as usize)
-            .is_some_and(|choice| !std::mem::replace(&mut choice.ended, true))
+        self.choices.get_mut(choice as usize).is_some_and(|choice| !std::mem::replace(&mut choice.ended, true))
     }
 
     /// Takes note of an event and puts it in the listener's words.
@@ -147,33 +139,15 @@ impl LiveRequest {
                 if let Some(choice) = self.choices.get_mut(id.choice as usize) {
                     choice.num_tokens += 1;
                 }
-                EngineEvent::Token {
-                    choice: id.choice,
-                    token,
-                    logprobs,
-                }
+                EngineEvent::Token { choice: id.choice, token, logprobs }
             }
             Event::PromptLogprobs { start, logprobs, .. } => EngineEvent::PromptLogprobs { start, logprobs },
-            Event::Finished {
-                id,
-                reason,
-                num_cached_tokens,
-            } => {
+            Event::Finished { id, reason, num_cached_tokens } => {
                 self.end_choice(id.choice);
-                let completion_tokens = self
-                    .choices
-                    .get(id.choice as usize)
-                    .map_or(0, |choice| choice.num_tokens);
-                let usage = Usage {
-                    prompt_tokens: self.prompt.len(),
-                    cached_tokens: num_cached_tokens,
-                    completion_tokens,
-                };
-                EngineEvent::Finished {
-                    choice: id.choice,
-                    reason,
-                    usage,
-                }
+                let completion_tokens = self.choices.get(id.choice as usize).map_or(0, |choice| choice.num_tokens);
+                let usage =
+                    Usage { prompt_tokens: self.prompt.len(), cached_tokens: num_cached_tokens, completion_tokens };
+                EngineEvent::Finished { choice: id.choice, reason, usage }
             }
         }
     }

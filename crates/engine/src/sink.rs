@@ -26,17 +26,8 @@ impl ChannelSink {
     pub fn new(capacity: usize) -> (Self, EventReceiver) {
         let (sender, receiver) = bounded(capacity.max(1));
         let alive = Arc::new(());
-        let sink = Self {
-            sender,
-            receiver_alive: Arc::downgrade(&alive),
-        };
-        (
-            sink,
-            EventReceiver {
-                receiver,
-                _alive: alive,
-            },
-        )
+        let sink = Self { sender, receiver_alive: Arc::downgrade(&alive) };
+        (sink, EventReceiver { receiver, _alive: alive })
     }
 }
 
@@ -76,18 +67,11 @@ impl EventReceiver {
     /// # Errors
     /// The engine's message when the whole request failed, or that it was aborted.
     pub fn gather(&self, n: u32) -> Result<Generation, String> {
-        let mut generation = Generation {
-            choices: vec![Completion::default(); n as usize],
-            ..Generation::default()
-        };
+        let mut generation = Generation { choices: vec![Completion::default(); n as usize], ..Generation::default() };
         let mut live = n;
         while live > 0 {
             match self.recv() {
-                Some(EngineEvent::Token {
-                    choice,
-                    token,
-                    logprobs,
-                }) => {
+                Some(EngineEvent::Token { choice, token, logprobs }) => {
                     if let Some(choice) = generation.choices.get_mut(choice as usize) {
                         choice.tokens.push(token);
                         choice.logprobs.extend(logprobs);

@@ -19,12 +19,7 @@ pub(crate) struct LargestStep {
 /// Builds the step: a prompt whose log-probabilities fill a tile of logits, as many decodes as a batch
 /// holds (the first at the last position of the longest sequence), and prompts for the rest.
 pub(crate) fn largest_step(limits: &Limits, block_size: usize) -> LargestStep {
-    let mut builder = Builder {
-        limits,
-        block_size,
-        next_block: 0,
-        sequences: Vec::new(),
-    };
+    let mut builder = Builder { limits, block_size, next_block: 0, sequences: Vec::new() };
     let mut left = limits.max_batch_tokens;
     let prompt_len = (TILE_ROWS + 1).min(left).min(limits.max_seq_len);
     builder.push(prompt_len, 0);
@@ -51,19 +46,11 @@ pub(crate) fn largest_step(limits: &Limits, block_size: usize) -> LargestStep {
         prompt_logprobs: Some(20),
         ..SamplingParams::default()
     };
-    let started = StartedRequest {
-        id: RequestId(0),
-        prompt: vec![0; prompt_len].into(),
-        sampling: Arc::new(sampling),
-    };
+    let started = StartedRequest { id: RequestId(0), prompt: vec![0; prompt_len].into(), sampling: Arc::new(sampling) };
     LargestStep {
         num_blocks: builder.next_block as usize,
         input: StepInput {
-            plan: StepPlan {
-                step: 0,
-                block_copies: Vec::new(),
-                sequences: builder.sequences,
-            },
+            plan: StepPlan { step: 0, block_copies: Vec::new(), sequences: builder.sequences },
             started: vec![started],
             ..StepInput::default()
         },
@@ -95,10 +82,7 @@ impl Builder<'_> {
             .collect();
         let choice = u32::try_from(self.sequences.len()).unwrap_or(u32::MAX);
         self.sequences.push(ScheduledSequence {
-            id: SequenceId {
-                request: RequestId(0),
-                choice,
-            },
+            id: SequenceId { request: RequestId(0), choice },
             token_ids: vec![0; len],
             start,
             block_tables,
@@ -116,21 +100,11 @@ mod tests {
 
     #[test]
     fn fills_the_token_budget_exactly() {
-        for (max_batch_size, max_batch_tokens, max_seq_len) in [
-            (1, 1, 1),
-            (4, 4, 64),
-            (64, 576, 8192),
-            (64, 576, 100),
-            (2, 40, 33),
-            (300, 300, 20),
-        ] {
+        for (max_batch_size, max_batch_tokens, max_seq_len) in
+            [(1, 1, 1), (4, 4, 64), (64, 576, 8192), (64, 576, 100), (2, 40, 33), (300, 300, 20)]
+        {
             let groups = vec![CacheGroup::Full, CacheGroup::SlidingWindow { window: 8 }];
-            let limits = Limits {
-                max_batch_size,
-                max_batch_tokens,
-                max_seq_len,
-                groups,
-            };
+            let limits = Limits { max_batch_size, max_batch_tokens, max_seq_len, groups };
             let step = largest_step(&limits, 16);
             assert_eq!(step.input.plan.num_tokens(), max_batch_tokens);
             for sequence in &step.input.plan.sequences {

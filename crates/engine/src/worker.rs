@@ -125,8 +125,7 @@ impl Worker {
     /// # Errors
     /// The device failed, or the plan contradicts itself: the engine must stop.
     pub(crate) fn run(&mut self, input: StepInput) -> Result<StepOutput, EngineError> {
-        self.requests
-            .update(input.started, &input.ended, &input.ended_sequences);
+        self.requests.update(input.started, &input.ended, &input.ended_sequences);
         let plan = input.plan;
         let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
         let backend = Arc::clone(&self.backend);
@@ -138,10 +137,7 @@ impl Worker {
         }
         num_padding -= self.push_padding(num_padding)?;
         let hidden = self.forward()?;
-        let mut output = StepOutput {
-            step: plan.step,
-            ..StepOutput::default()
-        };
+        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
         self.read_logits(&plan, &hidden, &mut output)?;
         drop(hidden);
         while num_padding > 0 {
@@ -157,10 +153,7 @@ impl Worker {
             return Ok(());
         }
         self.copies.clear();
-        self.copies.extend(plan.block_copies.iter().map(|copy| BlockCopy {
-            src: copy.src.0,
-            dst: copy.dst.0,
-        }));
+        self.copies.extend(plan.block_copies.iter().map(|copy| BlockCopy { src: copy.src.0, dst: copy.dst.0 }));
         Ok(self.backend.copy_blocks(&mut self.kv, &self.copies)?)
     }
 
@@ -168,9 +161,7 @@ impl Worker {
     /// Returns how many: at least one, unless none is wanted or the real tokens fill the step.
     fn push_padding(&mut self, wanted: usize) -> Result<usize, EngineError> {
         if wanted > 0 && self.padding.count == 0 {
-            return Err(EngineError::Internal(format!(
-                "{wanted} padding tokens planned, no block for them"
-            )));
+            return Err(EngineError::Internal(format!("{wanted} padding tokens planned, no block for them")));
         }
         let block_size = self.kv.spec().block_size;
         let room = self.max_batch_tokens.saturating_sub(self.batch.num_tokens());
@@ -191,10 +182,7 @@ impl Worker {
     fn forward(&mut self) -> Result<Tensor, EngineError> {
         let layout = std::mem::take(&mut self.batch.layout);
         let batch = self.backend.upload_batch(layout, self.kv.spec())?;
-        let input = ModelInput {
-            token_ids: &self.batch.token_ids,
-            batch: &batch,
-        };
+        let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };
         let hidden = self.model.forward(&input, &mut self.kv);
         self.batch.layout = batch.layout;
         Ok(hidden?)
@@ -229,26 +217,13 @@ impl Worker {
                 let prompt = &self.request(sequence)?.prompt;
                 for (row, position) in (first..=last).zip(sequence.start + 1..) {
                     let Some(&token) = prompt.get(position) else { break };
-                    jobs.push(RowJob {
-                        row,
-                        sequence_idx,
-                        prompt_token: Some((position, token)),
-                        samples: false,
-                    });
+                    jobs.push(RowJob { row, sequence_idx, prompt_token: Some((position, token)), samples: false });
                 }
             }
             if !sequence.sample.is_empty() {
-                match jobs
-                    .last_mut()
-                    .filter(|job| job.row == last && job.sequence_idx == sequence_idx)
-                {
+                match jobs.last_mut().filter(|job| job.row == last && job.sequence_idx == sequence_idx) {
                     Some(job) => job.samples = true,
-                    None => jobs.push(RowJob {
-                        row: last,
-                        sequence_idx,
-                        prompt_token: None,
-                        samples: true,
-                    }),
+                    None => jobs.push(RowJob { row: last, sequence_idx, prompt_token: None, samples: true }),
                 }
             }
         }
@@ -257,19 +232,14 @@ impl Worker {
 
     fn request(&self, sequence: &ScheduledSequence) -> Result<&RequestState, EngineError> {
         self.requests.get(sequence.id.request).ok_or_else(|| {
-            EngineError::Internal(format!(
-                "request {} was planned but never started",
-                sequence.id.request.0
-            ))
+            EngineError::Internal(format!("request {} was planned but never started", sequence.id.request.0))
         })
     }
 
     /// Samples a tile's rows `[R, V]`, on as many threads as the backend likes.
     fn visit_tile(&self, plan: &StepPlan, tile: &[RowJob], logits: &mut Tensor) -> Result<Vec<RowResult>, EngineError> {
-        let requests: Vec<&RequestState> = tile
-            .iter()
-            .map(|job| self.request(&plan.sequences[job.sequence_idx]))
-            .collect::<Result<_, _>>()?;
+        let requests: Vec<&RequestState> =
+            tile.iter().map(|job| self.request(&plan.sequences[job.sequence_idx])).collect::<Result<_, _>>()?;
         let slots: Vec<OnceLock<RowResult>> = tile.iter().map(|_| OnceLock::new()).collect();
         self.backend.for_each_row(logits, &|row_idx, row| {
             let (Some(job), Some(request), Some(slot)) = (tile.get(row_idx), requests.get(row_idx), slots.get(row_idx))
@@ -286,19 +256,13 @@ impl Worker {
                 let choices = plan.sequences[job.sequence_idx].sample.iter().map(|id| id.choice);
                 result.drawn = sample_row(row, request, choices, &mut scratch);
             }
-            self.scratches
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(scratch);
+            self.scratches.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
             // A row is visited once; a second visit would change nothing.
             let _ = slot.set(result);
         })?;
         slots
             .into_iter()
-            .map(|slot| {
-                slot.into_inner()
-                    .ok_or_else(|| EngineError::Internal("a row of logits was not read".into()))
-            })
+            .map(|slot| slot.into_inner().ok_or_else(|| EngineError::Internal("a row of logits was not read".into())))
             .collect()
     }
 
@@ -328,11 +292,7 @@ impl Worker {
                 })?;
                 request.choice_mut(id.choice).push(token);
             }
-            output.sampled.push(SampledToken {
-                id,
-                token: drawn.token,
-                logprobs: drawn.logprobs,
-            });
+            output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
         }
         Ok(())
     }

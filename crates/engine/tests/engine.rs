@@ -46,13 +46,7 @@ fn assert_all_blocks_back<E: Executor>(engine: &InferenceEngine<E>) {
 #[test]
 fn every_listener_hears_its_own_tokens_and_one_end() {
     for max_in_flight in [1, 2, 3] {
-        let mut engine = engine(
-            &Sizes::default(),
-            Script {
-                max_in_flight,
-                ..Script::default()
-            },
-        );
+        let mut engine = engine(&Sizes::default(), Script { max_in_flight, ..Script::default() });
         let mut ears = Vec::new();
         for i in 0..20u32 {
             let prompt = prompt(i, 1 + 7 * i as usize);
@@ -63,16 +57,8 @@ fn every_listener_hears_its_own_tokens_and_one_end() {
         run(&mut engine);
         for (i, (prompt, events)) in ears.iter().enumerate() {
             let heard = drained(events);
-            assert_eq!(
-                tokens(&heard, 0),
-                expected(prompt, 0, 1 + i),
-                "request {i}, {max_in_flight} in flight"
-            );
-            let EngineEvent::Finished {
-                choice: 0,
-                reason: FinishReason::Length,
-                usage,
-            } = heard[heard.len() - 1]
+            assert_eq!(tokens(&heard, 0), expected(prompt, 0, 1 + i), "request {i}, {max_in_flight} in flight");
+            let EngineEvent::Finished { choice: 0, reason: FinishReason::Length, usage } = heard[heard.len() - 1]
             else {
                 panic!("request {i} ended with {:?}", heard.last());
             };
@@ -81,25 +67,15 @@ fn every_listener_hears_its_own_tokens_and_one_end() {
         assert_all_blocks_back(&engine);
         let seen = engine.parts().2.seen.lock().unwrap();
         assert_eq!(seen.started.len(), 20);
-        assert!(
-            seen.ended.len() >= 19,
-            "all but the last step's ends are told: {}",
-            seen.ended.len()
-        );
+        assert!(seen.ended.len() >= 19, "all but the last step's ends are told: {}", seen.ended.len());
         assert!(seen.most_in_flight <= max_in_flight);
-        assert!(
-            max_in_flight == 1 || seen.most_in_flight > 1,
-            "plans overlap when they may"
-        );
+        assert!(max_in_flight == 1 || seen.most_in_flight > 1, "plans overlap when they may");
     }
 }
 
 #[test]
 fn a_tiny_pool_changes_nothing_that_is_heard() {
-    let sizes = Sizes {
-        num_blocks: 12,
-        ..Sizes::default()
-    };
+    let sizes = Sizes { num_blocks: 12, ..Sizes::default() };
     let mut engine = engine(&sizes, Script::default());
     let mut ears = Vec::new();
     for i in 0..8u32 {
@@ -109,10 +85,7 @@ fn a_tiny_pool_changes_nothing_that_is_heard() {
         ears.push((prompt, events));
     }
     run(&mut engine);
-    assert!(
-        engine.status().scheduler.preemptions > 0,
-        "the pool was not tiny enough"
-    );
+    assert!(engine.status().scheduler.preemptions > 0, "the pool was not tiny enough");
     for (prompt, events) in &ears {
         assert_eq!(tokens(&drained(events), 0), expected(prompt, 0, 60));
     }
@@ -129,9 +102,7 @@ fn choices_end_one_by_one() {
     let heard = drained(&events);
     for choice in 0..4 {
         assert_eq!(tokens(&heard, choice), expected(&prompt, choice, 25));
-        let ends = heard
-            .iter()
-            .filter(|e| matches!(e, EngineEvent::Finished { choice: c, .. } if *c == choice));
+        let ends = heard.iter().filter(|e| matches!(e, EngineEvent::Finished { choice: c, .. } if *c == choice));
         assert_eq!(ends.count(), 1);
     }
     assert_all_blocks_back(&engine);
@@ -151,18 +122,11 @@ fn a_finished_choice_says_nothing_more_and_the_others_go_on() {
     engine.finish_sequence(SequenceId { request: id, choice: 1 });
     engine.finish_sequence(SequenceId { request: id, choice: 1 });
     engine.finish_sequence(SequenceId { request: id, choice: 9 });
-    engine.finish_sequence(SequenceId {
-        request: RequestId(99),
-        choice: 0,
-    });
+    engine.finish_sequence(SequenceId { request: RequestId(99), choice: 0 });
     run(&mut engine);
     let after = drained(&events);
     assert_eq!(tokens(&after, 1), [0u32; 0]);
-    assert!(
-        !after
-            .iter()
-            .any(|e| matches!(e, EngineEvent::Finished { choice: 1, .. }))
-    );
+    assert!(!after.iter().any(|e| matches!(e, EngineEvent::Finished { choice: 1, .. })));
     let whole: Vec<EngineEvent> = before.into_iter().chain(after).collect();
     assert_eq!(tokens(&whole, 0), expected(&prompt, 0, 30));
     assert_eq!(tokens(&whole, 2), expected(&prompt, 2, 30));
@@ -197,10 +161,7 @@ fn abort_frees_blocks_at_once_in_every_phase() {
         }
         engine.abort(id);
         let owned = engine.status().kv_cache.num_owned;
-        assert!(
-            owned <= 4,
-            "after {steps} steps: {owned} blocks owned, the other request needs at most 4"
-        );
+        assert!(owned <= 4, "after {steps} steps: {owned} blocks owned, the other request needs at most 4");
         drained(&doomed_events);
         run(&mut engine);
         engine.abort(id);
@@ -231,10 +192,7 @@ fn a_listener_that_goes_away_aborts_its_request_only() {
 
 #[test]
 fn a_listener_that_waits_in_the_queue_can_go_away_too() {
-    let sizes = Sizes {
-        num_blocks: 10,
-        ..Sizes::default()
-    };
+    let sizes = Sizes { num_blocks: 10, ..Sizes::default() };
     let mut engine = engine(&sizes, Script::default());
     let (first, _first_events) = request(&prompt(1, 100), 40, 1);
     let (waiting, waiting_events) = request(&prompt(2, 100), 40, 1);
@@ -264,10 +222,7 @@ fn a_slow_listener_is_cut_off_and_nobody_waits_for_it() {
 
 #[test]
 fn a_sequence_that_fails_ends_alone() {
-    let script = Script {
-        nan_for: Some((RequestId(1), 1)),
-        ..Script::default()
-    };
+    let script = Script { nan_for: Some((RequestId(1), 1)), ..Script::default() };
     let mut engine = engine(&Sizes::default(), script);
     let (broken, broken_events) = request(&prompt(1, 12), 20, 3);
     let (sound, sound_events) = request(&prompt(2, 12), 20, 1);
@@ -293,24 +248,13 @@ fn a_sequence_that_fails_ends_alone() {
 
 #[test]
 fn a_failing_device_stops_the_engine_and_everyone_hears_it() {
-    let mut engine = engine(
-        &Sizes::default(),
-        Script {
-            fail_at_step: Some(3),
-            ..Script::default()
-        },
-    );
+    let mut engine = engine(&Sizes::default(), Script { fail_at_step: Some(3), ..Script::default() });
     let (a, a_events) = request(&prompt(1, 12), 20, 1);
     engine.submit(a, Time(0)).unwrap();
     let error = (0..5).find_map(|step| engine.step(Time(step)).err()).unwrap();
     assert!(error.to_string().contains("on fire"), "{error}");
     engine.fail_all("stopped");
-    assert_eq!(
-        drained(&a_events).pop(),
-        Some(EngineEvent::Failed {
-            message: "stopped".into()
-        })
-    );
+    assert_eq!(drained(&a_events).pop(), Some(EngineEvent::Failed { message: "stopped".into() }));
 }
 
 #[test]
@@ -323,9 +267,7 @@ fn a_prompt_can_be_computed_without_generating() {
     let heard = drained(&events);
     let mut next = 1;
     for event in &heard[..heard.len() - 1] {
-        let EngineEvent::PromptLogprobs { start, logprobs } = event else {
-            panic!("{event:?}")
-        };
+        let EngineEvent::PromptLogprobs { start, logprobs } = event else { panic!("{event:?}") };
         assert_eq!(*start, next);
         next += logprobs.len();
     }
@@ -336,45 +278,17 @@ fn a_prompt_can_be_computed_without_generating() {
 
 #[test]
 fn refusals_reach_the_caller_and_leave_nothing_behind() {
-    let mut engine = engine(
-        &Sizes {
-            num_blocks: 8,
-            max_waiting: 2,
-            ..Sizes::default()
-        },
-        Script::default(),
-    );
+    let mut engine = engine(&Sizes { num_blocks: 8, max_waiting: 2, ..Sizes::default() }, Script::default());
     let mut submit = |len: usize, max_tokens: usize, n: u32| {
-        engine
-            .submit(request(&prompt(1, len), max_tokens, n).0, Time(0))
-            .map_err(|error| match error {
-                SubmitError::Refused(refusal) => refusal,
-                other => panic!("{other}"),
-            })
+        engine.submit(request(&prompt(1, len), max_tokens, n).0, Time(0)).map_err(|error| match error {
+            SubmitError::Refused(refusal) => refusal,
+            other => panic!("{other}"),
+        })
     };
     assert_eq!(submit(0, 5, 1), Err(Refusal::EmptyPrompt));
-    assert_eq!(
-        submit(500, 13, 1),
-        Err(Refusal::TooLong {
-            tokens: 513,
-            max_seq_len: 512
-        })
-    );
-    assert_eq!(
-        submit(100, 100, 1),
-        Err(Refusal::NeverFits {
-            needed: 13,
-            available: 8,
-            block_size: 16
-        })
-    );
-    assert_eq!(
-        submit(10, 5, 9),
-        Err(Refusal::TooManyChoices {
-            n: 9,
-            max_batch_size: 8
-        })
-    );
+    assert_eq!(submit(500, 13, 1), Err(Refusal::TooLong { tokens: 513, max_seq_len: 512 }));
+    assert_eq!(submit(100, 100, 1), Err(Refusal::NeverFits { needed: 13, available: 8, block_size: 16 }));
+    assert_eq!(submit(10, 5, 9), Err(Refusal::TooManyChoices { n: 9, max_batch_size: 8 }));
     submit(10, 5, 1).unwrap();
     submit(10, 5, 1).unwrap();
     assert_eq!(submit(10, 5, 1), Err(Refusal::QueueFull { limit: 2 }));
@@ -418,13 +332,7 @@ fn the_prompt_is_told_before_a_first_token_that_is_the_last() {
         engine.submit(request, Time(0)).unwrap();
         run(&mut engine);
         let end = |choice: u32| format!("end of {choice}, {cached} cached");
-        let due = [
-            format!("{cached} cached"),
-            "token of 0".to_owned(),
-            end(0),
-            "token of 1".to_owned(),
-            end(1),
-        ];
+        let due = [format!("{cached} cached"), "token of 0".to_owned(), end(0), "token of 1".to_owned(), end(1)];
         assert_eq!(*sink.notes.lock().unwrap(), due);
     }
 }

@@ -45,14 +45,7 @@ fn handles_are_shared_between_threads() {
     });
     wait_until("idle", || handle.is_idle());
     let status = handle.status();
-    assert_eq!(
-        (
-            status.scheduler.num_running,
-            status.scheduler.num_waiting,
-            status.kv_cache.num_owned
-        ),
-        (0, 0, 0)
-    );
+    assert_eq!((status.scheduler.num_running, status.scheduler.num_waiting, status.kv_cache.num_owned), (0, 0, 0));
     assert_eq!((status.stalled_for_us, status.stopped), (0, None));
     handle.shutdown();
 }
@@ -60,10 +53,7 @@ fn handles_are_shared_between_threads() {
 #[test]
 fn an_abort_takes_effect_within_one_step() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     let (request, events) = request(&prompt(1, 10), 400, 1);
     let id = handle.submit(request).unwrap();
     open.send(()).unwrap();
@@ -73,20 +63,14 @@ fn an_abort_takes_effect_within_one_step() {
     wait_until("no work", || handle.status().scheduler.num_running == 0);
     assert_eq!(handle.status().kv_cache.num_owned, 0);
     assert!(handle.status().steps <= 2);
-    assert!(
-        last(&events).is_none_or(|event| matches!(event, EngineEvent::Token { .. })),
-        "no end is told"
-    );
+    assert!(last(&events).is_none_or(|event| matches!(event, EngineEvent::Token { .. })), "no end is told");
     handle.shutdown();
 }
 
 #[test]
 fn a_finished_choice_is_over_within_one_step() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     let (request, events) = request(&prompt(1, 10), 500, 1);
     let id = handle.submit(request).unwrap();
     open.send(()).unwrap();
@@ -94,10 +78,7 @@ fn a_finished_choice_is_over_within_one_step() {
     handle.finish_sequence(SequenceId { request: id, choice: 0 });
     open.send(()).unwrap();
     let rest: Vec<EngineEvent> = std::iter::from_fn(|| events.recv()).collect();
-    assert!(
-        rest.len() <= 1 && rest.iter().all(|e| matches!(e, EngineEvent::Token { .. })),
-        "{rest:?}"
-    );
+    assert!(rest.len() <= 1 && rest.iter().all(|e| matches!(e, EngineEvent::Token { .. })), "{rest:?}");
     wait_until("idle", || handle.is_idle());
     handle.shutdown();
 }
@@ -105,10 +86,7 @@ fn a_finished_choice_is_over_within_one_step() {
 #[test]
 fn a_stalled_step_shows_in_the_status() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     assert_eq!(handle.status().stalled_for_us, 0);
     std::thread::sleep(Duration::from_millis(60));
     let (request, events) = request(&prompt(1, 10), 1, 1);
@@ -125,17 +103,11 @@ fn a_stalled_step_shows_in_the_status() {
 #[test]
 fn draining_finishes_what_runs_and_refuses_the_rest() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     let (running, events) = request(&prompt(1, 10), 12, 1);
     handle.submit(running).unwrap();
     handle.drain();
-    assert_eq!(
-        handle.submit(request(&prompt(2, 10), 5, 1).0),
-        Err(SubmitError::Draining)
-    );
+    assert_eq!(handle.submit(request(&prompt(2, 10), 5, 1).0), Err(SubmitError::Draining));
     assert!(!handle.is_idle());
     drop(open); // Every step runs from here on.
     assert!(matches!(last(&events), Some(EngineEvent::Finished { usage, .. }) if usage.completion_tokens == 12));
@@ -147,10 +119,7 @@ fn draining_finishes_what_runs_and_refuses_the_rest() {
 #[test]
 fn shutdown_tells_the_living_after_the_step_in_hand() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     let (request_a, events) = request(&prompt(1, 10), 500, 1);
     handle.submit(request_a).unwrap();
     open.send(()).unwrap();
@@ -158,9 +127,7 @@ fn shutdown_tells_the_living_after_the_step_in_hand() {
         let handle = handle.clone();
         move || handle.shutdown()
     });
-    wait_until("shutting down", || {
-        handle.submit(request(&prompt(2, 3), 5, 1).0) == Err(SubmitError::Draining)
-    });
+    wait_until("shutting down", || handle.submit(request(&prompt(2, 3), 5, 1).0) == Err(SubmitError::Draining));
     std::thread::sleep(Duration::from_millis(20));
     drop(open); // Every step runs from here on; 499 would be left.
     stopping.join().unwrap();
@@ -168,37 +135,20 @@ fn shutdown_tells_the_living_after_the_step_in_hand() {
     assert!(matches!(heard.last(), Some(EngineEvent::Failed { .. })), "{heard:?}");
     assert!(heard.len() <= 3, "at most two steps ran: {heard:?}");
     assert!(handle.status().stopped.unwrap().contains("shutting down"));
-    assert!(matches!(
-        handle.submit(request(&prompt(2, 3), 5, 1).0),
-        Err(SubmitError::Stopped(_))
-    ));
+    assert!(matches!(handle.submit(request(&prompt(2, 3), 5, 1).0), Err(SubmitError::Stopped(_))));
     handle.shutdown();
 }
 
 #[test]
 fn a_broken_engine_says_so_everywhere() {
     for (script, why) in [
-        (
-            Script {
-                fail_at_step: Some(4),
-                ..Script::default()
-            },
-            "on fire",
-        ),
-        (
-            Script {
-                panic_at_step: Some(4),
-                ..Script::default()
-            },
-            "planted panic",
-        ),
+        (Script { fail_at_step: Some(4), ..Script::default() }, "on fire"),
+        (Script { panic_at_step: Some(4), ..Script::default() }, "planted panic"),
     ] {
         let handle = spawn(script);
         let (request_a, events) = request(&prompt(1, 10), 100, 1);
         handle.submit(request_a).unwrap();
-        let Some(EngineEvent::Failed { message }) = last(&events) else {
-            panic!("no failure was told")
-        };
+        let Some(EngineEvent::Failed { message }) = last(&events) else { panic!("no failure was told") };
         assert!(message.contains(why), "{message}");
         wait_until("stopped", || handle.status().stopped.is_some());
         assert!(handle.status().stopped.unwrap().contains(why));
@@ -212,10 +162,7 @@ fn a_broken_engine_says_so_everywhere() {
 #[test]
 fn a_full_queue_refuses_and_every_reply_comes_once() {
     let (open, gate) = bounded(0);
-    let handle = spawn(Script {
-        gate: Some(gate),
-        ..Script::default()
-    });
+    let handle = spawn(Script { gate: Some(gate), ..Script::default() });
     let (blocker, _blocker_events) = request(&prompt(1, 10), 1, 1);
     handle.submit(blocker).unwrap();
     // The step waits at the gate, so nothing leaves the queue.
@@ -227,14 +174,10 @@ fn a_full_queue_refuses_and_every_reply_comes_once() {
         handle.submit_with(request, Box::new(move |result| replies.send(result).unwrap()));
         ears.push(events);
     }
-    let refused = answers
-        .try_iter()
-        .filter(|r| matches!(r, Err(SubmitError::Refused(Refusal::QueueFull { .. }))));
+    let refused = answers.try_iter().filter(|r| matches!(r, Err(SubmitError::Refused(Refusal::QueueFull { .. }))));
     assert_eq!(refused.count(), 1500 - 1024);
     drop(open);
-    let rest: Vec<_> = (0..1024)
-        .map(|_| answers.recv_timeout(Duration::from_secs(20)).unwrap())
-        .collect();
+    let rest: Vec<_> = (0..1024).map(|_| answers.recv_timeout(Duration::from_secs(20)).unwrap()).collect();
     // The scheduler's own queue holds 100.
     assert!(rest.iter().filter(|r| r.is_ok()).count() >= 100);
     wait_until("idle", || handle.is_idle());

@@ -33,9 +33,7 @@ impl Drop for Running {
 }
 
 fn folder(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .join("../testkit/zoo")
-        .join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo").join(name)
 }
 
 fn golden(name: &str) -> Value {
@@ -44,17 +42,10 @@ fn golden(name: &str) -> Value {
 
 fn start(name: &str, config: EngineConfig) -> Running {
     let checkpoint = Checkpoint::open(&folder(name)).unwrap();
-    let cpu = CpuConfig {
-        num_threads: Some(2),
-        activations: ActivationMode::F32,
-        ..CpuConfig::default()
-    };
+    let cpu = CpuConfig { num_threads: Some(2), activations: ActivationMode::F32, ..CpuConfig::default() };
     let backend = Arc::new(CpuBackend::new(cpu).unwrap());
     let built = build_engine(&checkpoint, backend, &config, &|_| {}).unwrap();
-    Running {
-        handle: EngineHandle::spawn(built.engine),
-        plan: built.plan,
-    }
+    Running { handle: EngineHandle::spawn(built.engine), plan: built.plan }
 }
 
 /// Enough memory for a few long sequences, and checks after every step.
@@ -71,12 +62,7 @@ fn config(kv_dtype: DType, chunk: usize) -> EngineConfig {
 }
 
 fn ids(value: &Value) -> Vec<u32> {
-    value
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|id| id.as_u64().unwrap() as u32)
-        .collect()
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 fn floats(value: &Value) -> Vec<f64> {
@@ -84,10 +70,7 @@ fn floats(value: &Value) -> Vec<f64> {
 }
 
 fn greedy(prompt: &[u32]) -> (Request, EventReceiver) {
-    let sampling = SamplingParams {
-        logprobs: Some(20),
-        ..SamplingParams::default()
-    };
+    let sampling = SamplingParams { logprobs: Some(20), ..SamplingParams::default() };
     request(prompt, GREEDY_TOKENS, sampling)
 }
 
@@ -137,12 +120,8 @@ fn assert_same(what: &str, got: &Generation, want: &Generation) {
 /// The golden prompts, and slices of the document up to beyond every sliding window: 16 in all.
 fn mixed_prompts(golden: &Value) -> Vec<Vec<u32>> {
     let document = ids(&golden["document"]["ids"]);
-    let mut prompts: Vec<Vec<u32>> = golden["prompts"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|prompt| ids(&prompt["ids"]))
-        .collect();
+    let mut prompts: Vec<Vec<u32>> =
+        golden["prompts"].as_array().unwrap().iter().map(|prompt| ids(&prompt["ids"])).collect();
     for i in 0..16 - prompts.len() {
         let len = [1, 15, 16, 17, 63, 64, 65, 97, 150, 200][i];
         prompts.push(document[i * 50..i * 50 + len].to_vec());
@@ -182,33 +161,19 @@ fn check_golden_prompts(name: &str, golden: &Value, results: &[Generation]) {
 }
 
 fn score_document(running: &Running, document: &[u32]) -> Generation {
-    let sampling = SamplingParams {
-        prompt_logprobs: Some(0),
-        ..SamplingParams::default()
-    };
+    let sampling = SamplingParams { prompt_logprobs: Some(0), ..SamplingParams::default() };
     running.handle.generate(request(document, 0, sampling).0).unwrap()
 }
 
 fn check_document(name: &str, golden: &Value, score: &Generation) {
     let document = &golden["document"];
-    let nll: Vec<f64> = score
-        .prompt_logprobs
-        .iter()
-        .map(|entry| -f64::from(entry.logprob))
-        .collect();
+    let nll: Vec<f64> = score.prompt_logprobs.iter().map(|entry| -f64::from(entry.logprob)).collect();
     assert_eq!(nll.len(), document["ids"].as_array().unwrap().len() - 1);
     let (sum, want) = (nll.iter().sum::<f64>(), document["sum_nll"].as_f64().unwrap());
-    assert!(
-        (sum - want).abs() / want < 1e-4,
-        "{name}: document NLL {sum}, golden {want}"
-    );
+    assert!((sum - want).abs() / want < 1e-4, "{name}: document NLL {sum}, golden {want}");
     for (at, want) in floats(&document["nll_every_64"]).into_iter().enumerate() {
         let got = nll[at * 64];
-        assert!(
-            (got - want).abs() < 5e-3,
-            "{name}: NLL of token {} is {got}, golden {want}",
-            at * 64 + 1
-        );
+        assert!((got - want).abs() < 5e-3, "{name}: NLL of token {} is {got}, golden {want}", at * 64 + 1);
     }
 }
 
@@ -216,12 +181,8 @@ fn check_document(name: &str, golden: &Value, score: &Generation) {
 fn check_chunks(name: &str) {
     let golden = golden(name);
     let document = ids(&golden["document"]["ids"]);
-    let prompts: Vec<Vec<u32>> = golden["prompts"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|prompt| ids(&prompt["ids"]))
-        .collect();
+    let prompts: Vec<Vec<u32>> =
+        golden["prompts"].as_array().unwrap().iter().map(|prompt| ids(&prompt["ids"])).collect();
     let mut first: Option<(Vec<Generation>, Generation)> = None;
     for chunk in [512, 7, 1] {
         let running = start(name, config(DType::F32, chunk));
@@ -233,10 +194,7 @@ fn check_chunks(name: &str) {
         for (got, want) in results.iter().zip(want.iter()) {
             assert_same(&format!("{name}, chunks of {chunk}"), got, want);
         }
-        assert_eq!(
-            score.prompt_logprobs, want_score.prompt_logprobs,
-            "{name}, chunks of {chunk}"
-        );
+        assert_eq!(score.prompt_logprobs, want_score.prompt_logprobs, "{name}, chunks of {chunk}");
     }
 }
 
@@ -246,17 +204,8 @@ fn check_company(name: &str, kv_dtype: DType) {
     let golden = golden(name);
     let prompts = mixed_prompts(&golden);
     let alone = {
-        let running = start(
-            name,
-            EngineConfig {
-                prefix_cache: false,
-                ..config(kv_dtype, 512)
-            },
-        );
-        prompts
-            .iter()
-            .map(|prompt| run_alone(&running, prompt))
-            .collect::<Vec<_>>()
+        let running = start(name, EngineConfig { prefix_cache: false, ..config(kv_dtype, 512) });
+        prompts.iter().map(|prompt| run_alone(&running, prompt)).collect::<Vec<_>>()
     };
     if kv_dtype == DType::F32 {
         check_golden_prompts(name, &golden, &alone);
@@ -267,11 +216,7 @@ fn check_company(name: &str, kv_dtype: DType) {
             assert_same(&format!("{name}, {what}"), got, want);
             let usage = got.choices[0].finish.as_ref().unwrap().1;
             if round == 1 && usage.prompt_tokens > 64 {
-                assert!(
-                    usage.cached_tokens >= 16,
-                    "{name}: no prefix hit on {} tokens",
-                    usage.prompt_tokens
-                );
+                assert!(usage.cached_tokens >= 16, "{name}: no prefix hit on {} tokens", usage.prompt_tokens);
             }
         }
     }
@@ -292,10 +237,7 @@ fn check_preemption(name: &str, kv_dtype: DType, block_bytes: u64, prompts: &[Ve
     for (got, want) in run_together(&running, prompts).iter().zip(alone) {
         assert_same(&format!("{name}, preempted"), got, want);
     }
-    assert!(
-        running.handle.status().scheduler.preemptions > 0,
-        "{name}: the pool was not tiny enough"
-    );
+    assert!(running.handle.status().scheduler.preemptions > 0, "{name}: the pool was not tiny enough");
     assert_eq!(running.handle.status().kv_cache.num_owned, 0);
 }
 
@@ -339,10 +281,7 @@ fn a_static_batch_says_the_same() {
     let prompts = mixed_prompts(&golden);
     let alone = {
         let running = start("llama", config(DType::F32, 512));
-        prompts
-            .iter()
-            .map(|prompt| run_alone(&running, prompt))
-            .collect::<Vec<_>>()
+        prompts.iter().map(|prompt| run_alone(&running, prompt)).collect::<Vec<_>>()
     };
     let config = EngineConfig {
         continuous_batching: false,
@@ -354,10 +293,7 @@ fn a_static_batch_says_the_same() {
     for (got, want) in run_together(&running, &prompts).iter().zip(&alone) {
         assert_same("static batch", got, want);
     }
-    assert!(
-        running.handle.status().scheduler.padding_tokens > 0,
-        "nothing was padded"
-    );
+    assert!(running.handle.status().scheduler.padding_tokens > 0, "nothing was padded");
 }
 
 /// Seeds: the same text whatever else runs.
@@ -374,10 +310,7 @@ fn sampled_text_depends_on_its_seed_only() {
         repetition_penalty: 1.1,
         ..SamplingParams::default()
     };
-    let ask = |seed: u64| Request {
-        n: 3,
-        ..request(&prompts[0], 32, sampled(seed)).0
-    };
+    let ask = |seed: u64| Request { n: 3, ..request(&prompts[0], 32, sampled(seed)).0 };
     let alone = running.handle.generate(ask(42)).unwrap();
     let crowd: Vec<EventReceiver> = prompts
         .iter()

@@ -241,12 +241,7 @@ pub enum FormatErrorKind {
 
 impl FormatError {
     pub(crate) fn new(file: &Path, kind: FormatErrorKind) -> Self {
-        Self(Box::new(Report {
-            file: file.to_path_buf(),
-            field: None,
-            offset: None,
-            kind,
-        }))
+        Self(Box::new(Report { file: file.to_path_buf(), field: None, offset: None, kind }))
     }
 
     /// Names the field, unless a more precise one is already named.
@@ -257,9 +252,7 @@ impl FormatError {
 
     /// Names the tensor, unless a more precise field is already named.
     pub(crate) fn in_tensor(mut self, tensor: &str) -> Self {
-        self.0
-            .field
-            .get_or_insert_with(|| format!("tensor '{}'", printable(tensor)));
+        self.0.field.get_or_insert_with(|| format!("tensor '{}'", printable(tensor)));
         self
     }
 

@@ -23,23 +23,12 @@ pub(crate) fn read_limited(path: &Path, limit: u64, hint: &str) -> Result<Vec<u8
         FormatError::new(path, kind)
     };
     let metadata = std::fs::metadata(path).map_err(io_error)?;
-    let invalid = |reason: &str| {
-        Err(FormatError::new(
-            path,
-            FormatErrorKind::Invalid {
-                reason: reason.to_owned(),
-            },
-        ))
-    };
+    let invalid = |reason: &str| Err(FormatError::new(path, FormatErrorKind::Invalid { reason: reason.to_owned() }));
     if !metadata.is_file() {
         return invalid("not a regular file");
     }
     let too_large = |found| {
-        let kind = FormatErrorKind::LimitExceeded {
-            what: "file size in bytes",
-            found,
-            limit,
-        };
+        let kind = FormatErrorKind::LimitExceeded { what: "file size in bytes", found, limit };
         Err(FormatError::new(path, kind))
     };
     if metadata.len() > limit {
@@ -49,9 +38,7 @@ pub(crate) fn read_limited(path: &Path, limit: u64, hint: &str) -> Result<Vec<u8
     let expected = usize::try_from(metadata.len()).unwrap_or(usize::MAX);
     crate::source::reserve(&mut bytes, expected.saturating_add(1)).map_err(|kind| FormatError::new(path, kind))?;
     let file = File::open(path).map_err(io_error)?;
-    file.take(limit.saturating_add(1))
-        .read_to_end(&mut bytes)
-        .map_err(io_error)?;
+    file.take(limit.saturating_add(1)).read_to_end(&mut bytes).map_err(io_error)?;
     match bytes.len() as u64 {
         found if found > limit => too_large(found),
         _ => Ok(bytes),
@@ -60,28 +47,16 @@ pub(crate) fn read_limited(path: &Path, limit: u64, hint: &str) -> Result<Vec<u8
 
 /// The parser's complaint as an error of this crate.
 pub(crate) fn error(file: &Path, error: &serde_json::Error) -> FormatError {
-    FormatError::new(
-        file,
-        FormatErrorKind::Json {
-            reason: printable(&error.to_string()),
-        },
-    )
+    FormatError::new(file, FormatErrorKind::Json { reason: printable(&error.to_string()) })
 }
 
 /// Parses an object, refusing a key that appears twice at any level and nesting deeper than 64.
 pub(crate) fn parse_object(bytes: &[u8], file: &Path) -> Result<Map<String, Value>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
-    let value = Strict { depth: 0 }
-        .deserialize(&mut json)
-        .and_then(|value| json.end().map(|()| value));
+    let value = Strict { depth: 0 }.deserialize(&mut json).and_then(|value| json.end().map(|()| value));
     match value.map_err(|fault| error(file, &fault))? {
         Value::Object(map) => Ok(map),
-        _ => Err(FormatError::new(
-            file,
-            FormatErrorKind::Json {
-                reason: "expected an object".to_owned(),
-            },
-        )),
+        _ => Err(FormatError::new(file, FormatErrorKind::Json { reason: "expected an object".to_owned() })),
     }
 }
 
@@ -151,10 +126,7 @@ impl<'de> Visitor<'de> for Strict {
         while let Some(key) = map.next_key::<String>()? {
             let value = map.next_value_seed(self.deeper()?)?;
             if object.contains_key(&key) {
-                return Err(A::Error::custom(format!(
-                    "key '{}' appears more than once",
-                    printable(&key)
-                )));
+                return Err(A::Error::custom(format!("key '{}' appears more than once", printable(&key))));
             }
             object.insert(key, value);
         }
@@ -165,9 +137,7 @@ impl<'de> Visitor<'de> for Strict {
 /// Parses an object and keeps only the `wanted` fields, so that a large file costs little memory.
 pub(crate) fn parse_selected(bytes: &[u8], file: &Path, wanted: &[&str]) -> Result<Map<String, Value>> {
     let mut json = serde_json::Deserializer::from_slice(bytes);
-    let map = Selected { wanted }
-        .deserialize(&mut json)
-        .and_then(|map| json.end().map(|()| map));
+    let map = Selected { wanted }.deserialize(&mut json).and_then(|map| json.end().map(|()| map));
     map.map_err(|fault| error(file, &fault))
 }
 
@@ -199,10 +169,7 @@ impl<'de> Visitor<'de> for Selected<'_> {
             }
             let value = map.next_value_seed(Strict { depth: 1 })?;
             if object.contains_key(&key) {
-                return Err(A::Error::custom(format!(
-                    "key '{}' appears more than once",
-                    printable(&key)
-                )));
+                return Err(A::Error::custom(format!("key '{}' appears more than once", printable(&key))));
             }
             object.insert(key, value);
         }
@@ -224,11 +191,7 @@ pub struct JsonFields {
 
 impl JsonFields {
     pub(crate) fn new(file: &Path, prefix: &str, map: Map<String, Value>) -> Self {
-        Self {
-            file: file.to_path_buf(),
-            prefix: prefix.to_owned(),
-            map,
-        }
+        Self { file: file.to_path_buf(), prefix: prefix.to_owned(), map }
     }
 
     /// The same object less some fields.
@@ -262,12 +225,7 @@ impl JsonFields {
     /// An error about the value of a field, for checks that only the caller can make; names file and field.
     #[must_use]
     pub fn invalid(&self, key: &str, reason: &str) -> FormatError {
-        self.error(
-            key,
-            FormatErrorKind::Invalid {
-                reason: reason.to_owned(),
-            },
-        )
+        self.error(key, FormatErrorKind::Invalid { reason: reason.to_owned() })
     }
 
     fn typed<'a, T>(
@@ -279,13 +237,7 @@ impl JsonFields {
         let Some(value) = self.get(key) else { return Ok(None) };
         let converted = convert(value);
         if converted.is_none() {
-            return Err(self.error(
-                key,
-                FormatErrorKind::WrongType {
-                    expected,
-                    found: printable(&value.to_string()),
-                },
-            ));
+            return Err(self.error(key, FormatErrorKind::WrongType { expected, found: printable(&value.to_string()) }));
         }
         Ok(converted)
     }
@@ -299,9 +251,7 @@ impl JsonFields {
     /// # Errors
     /// Another type, or negative.
     pub fn get_usize(&self, key: &str) -> Result<Option<usize>> {
-        self.typed(key, UNSIGNED, |value| {
-            value.as_u64().and_then(|value| usize::try_from(value).ok())
-        })
+        self.typed(key, UNSIGNED, |value| value.as_u64().and_then(|value| usize::try_from(value).ok()))
     }
 
     /// As [`get_usize`](Self::get_usize), for a field that must be there.
@@ -357,9 +307,7 @@ impl JsonFields {
     /// # Errors
     /// Another type.
     pub fn get_strings(&self, key: &str) -> Result<Option<Vec<&str>>> {
-        self.typed(key, "list of strings", |value| {
-            value.as_array()?.iter().map(Value::as_str).collect()
-        })
+        self.typed(key, "list of strings", |value| value.as_array()?.iter().map(Value::as_str).collect())
     }
 
     /// A token id. The files' own tools write -1 for "none", which is absent here.
@@ -409,10 +357,7 @@ impl JsonFields {
     /// Fields that are set and not in `known`, in file order: what the caller does not understand.
     pub fn unknown_fields<'a>(&'a self, known: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a Value)> {
         let unknown = move |(key, value): &(&str, &Value)| !value.is_null() && !known.contains(key);
-        self.map
-            .iter()
-            .map(|(key, value)| (key.as_str(), value))
-            .filter(unknown)
+        self.map.iter().map(|(key, value)| (key.as_str(), value)).filter(unknown)
     }
 }
 

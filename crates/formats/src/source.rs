@@ -19,12 +19,7 @@ pub(crate) struct Source<'f, R> {
 
 impl<'f, R: Read> Source<'f, R> {
     pub(crate) fn new(reader: R, length: u64, file: &'f Path) -> Self {
-        Self {
-            reader,
-            position: 0,
-            length,
-            file,
-        }
+        Self { reader, position: 0, length, file }
     }
 
     pub(crate) fn file(&self) -> &'f Path {
@@ -55,11 +50,7 @@ impl<'f, R: Read> Source<'f, R> {
     pub(crate) fn expect(&self, what: &'static str, count: u64, min_bytes: u64) -> Result<()> {
         let needed = count.saturating_mul(min_bytes);
         if needed > self.remaining() {
-            return Err(self.error(FormatErrorKind::Truncated {
-                what,
-                needed,
-                remaining: self.remaining(),
-            }));
+            return Err(self.error(FormatErrorKind::Truncated { what, needed, remaining: self.remaining() }));
         }
         let header_bytes = self.position.saturating_add(needed);
         if header_bytes > MAX_HEADER_BYTES {
@@ -79,10 +70,9 @@ impl<'f, R: Read> Source<'f, R> {
         self.expect(what, needed, 1)?;
         self.reader.read_exact(into).map_err(|error| {
             self.error(match error.kind() {
-                ErrorKind::UnexpectedEof => FormatErrorKind::FileShrank {
-                    begin: self.position,
-                    end: self.position.saturating_add(needed),
-                },
+                ErrorKind::UnexpectedEof => {
+                    FormatErrorKind::FileShrank { begin: self.position, end: self.position.saturating_add(needed) }
+                }
                 _ => FormatErrorKind::Io(error),
             })
         })?;
@@ -139,6 +129,5 @@ impl<'f, R: Read> Source<'f, R> {
 /// Room for exactly `extra` more elements, or an error instead of an abort.
 pub(crate) fn reserve<T>(into: &mut Vec<T>, extra: usize) -> std::result::Result<(), FormatErrorKind> {
     let bytes = extra.saturating_mul(size_of::<T>()) as u64;
-    into.try_reserve_exact(extra)
-        .map_err(|_| FormatErrorKind::OutOfMemory { bytes })
+    into.try_reserve_exact(extra).map_err(|_| FormatErrorKind::OutOfMemory { bytes })
 }

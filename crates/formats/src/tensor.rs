@@ -77,16 +77,11 @@ impl TensorInfo {
 /// Number of elements of a shape, or which rule it breaks.
 pub(crate) fn num_elements(shape: &[usize]) -> std::result::Result<u64, FormatErrorKind> {
     // With a zero anywhere the product is 0; the others must not overflow all the same.
-    let product = shape
-        .iter()
-        .filter(|dim| **dim != 0)
-        .try_fold(1u64, |product, dim| product.checked_mul(*dim as u64));
+    let product = shape.iter().filter(|dim| **dim != 0).try_fold(1u64, |product, dim| product.checked_mul(*dim as u64));
     match product {
         Some(product) if !shape.contains(&0) => Ok(product),
         Some(_) => Ok(0),
-        None => Err(FormatErrorKind::InvalidShape {
-            reason: format!("the product of {shape:?} overflows"),
-        }),
+        None => Err(FormatErrorKind::InvalidShape { reason: format!("the product of {shape:?} overflows") }),
     }
 }
 
@@ -115,12 +110,8 @@ impl TensorTable {
         for pair in by_name.windows(2) {
             let (first, second) = (&tensors[pair[0] as usize], &tensors[pair[1] as usize]);
             if first.name == second.name {
-                let kind = FormatErrorKind::DuplicateTensor {
-                    other: path_of(first).display().to_string(),
-                };
-                return Err(FormatError::new(path_of(second), kind)
-                    .in_tensor(&second.name)
-                    .at(second.header_offset));
+                let kind = FormatErrorKind::DuplicateTensor { other: path_of(first).display().to_string() };
+                return Err(FormatError::new(path_of(second), kind).in_tensor(&second.name).at(second.header_offset));
             }
         }
         Ok(Self { tensors, by_name })
@@ -135,10 +126,7 @@ impl TensorTable {
     /// The tensor of that name.
     #[must_use]
     pub fn get(&self, name: &str) -> Option<&TensorInfo> {
-        let found = self
-            .by_name
-            .binary_search_by_key(&name, |idx| &*self.tensors[*idx as usize].name)
-            .ok()?;
+        let found = self.by_name.binary_search_by_key(&name, |idx| &*self.tensors[*idx as usize].name).ok()?;
         self.tensors.get(self.by_name[found] as usize)
     }
 }
@@ -160,17 +148,10 @@ pub(crate) fn check_layout(
     holes: Holes,
 ) -> Result<()> {
     let end_of = |tensor: &TensorInfo| tensor.offset.saturating_add(tensor.num_bytes);
-    let error = |tensor: &TensorInfo, kind| {
-        FormatError::new(file, kind)
-            .in_tensor(&tensor.name)
-            .at(tensor.header_offset)
-    };
+    let error =
+        |tensor: &TensorInfo, kind| FormatError::new(file, kind).in_tensor(&tensor.name).at(tensor.header_offset);
     if let Some(tensor) = tensors.iter().find(|tensor| end_of(tensor) > file_len) {
-        let kind = FormatErrorKind::TensorBeyondEnd {
-            begin: tensor.offset,
-            end: end_of(tensor),
-            file_len,
-        };
+        let kind = FormatErrorKind::TensorBeyondEnd { begin: tensor.offset, end: end_of(tensor), file_len };
         return Err(error(tensor, kind));
     }
     let mut order: Vec<u32> = (0u32..).take(tensors.len()).collect();
@@ -186,20 +167,14 @@ pub(crate) fn check_layout(
             return Err(error(tensor, FormatErrorKind::OverlappingTensor { other }));
         }
         if tensor.offset > covered && holes == Holes::Refused {
-            let kind = FormatErrorKind::Hole {
-                begin: covered - data_begin,
-                end: tensor.offset - data_begin,
-            };
+            let kind = FormatErrorKind::Hole { begin: covered - data_begin, end: tensor.offset - data_begin };
             return Err(error(tensor, kind));
         }
         covered = end_of(tensor);
         last = Some(tensor);
     }
     if covered < file_len && holes == Holes::Refused {
-        let kind = FormatErrorKind::Hole {
-            begin: covered - data_begin,
-            end: file_len - data_begin,
-        };
+        let kind = FormatErrorKind::Hole { begin: covered - data_begin, end: file_len - data_begin };
         return Err(FormatError::new(file, kind).at(covered));
     }
     Ok(())

@@ -110,21 +110,11 @@ struct RefusedGeometry {
 }
 
 const fn gguf(gguf_id: u32, name: &'static str, block_elems: u32, block_bytes: u32) -> RefusedGeometry {
-    RefusedGeometry {
-        name,
-        gguf_id: Some(gguf_id),
-        block_elems,
-        block_bytes,
-    }
+    RefusedGeometry { name, gguf_id: Some(gguf_id), block_elems, block_bytes }
 }
 
 const fn safetensors(name: &'static str, block_elems: u32, block_bytes: u32) -> RefusedGeometry {
-    RefusedGeometry {
-        name,
-        gguf_id: None,
-        block_elems,
-        block_bytes,
-    }
+    RefusedGeometry { name, gguf_id: None, block_elems, block_bytes }
 }
 
 /// Types of the two formats that are listed and not loaded. I8 to F64 exist in both.
@@ -196,9 +186,7 @@ impl StoredType {
     #[must_use]
     pub fn from_gguf_id(id: u32) -> Option<Self> {
         let loadable = TensorType::ALL.into_iter().find(|ty| ty.gguf_id() == id);
-        loadable
-            .map(Self::Loadable)
-            .or_else(|| RefusedType::find(|ty| ty.gguf_id == Some(id)).map(Self::Refused))
+        loadable.map(Self::Loadable).or_else(|| RefusedType::find(|ty| ty.gguf_id == Some(id)).map(Self::Refused))
     }
 
     /// By the dtype in a safetensors header; `None` when its size is not known.
@@ -212,9 +200,7 @@ impl StoredType {
         };
         let plain = ["I8", "I16", "I32", "I64", "F64"];
         let listed = |ty: &RefusedGeometry| ty.name == name && (ty.gguf_id.is_none() || plain.contains(&name));
-        loadable
-            .map(Self::Loadable)
-            .or_else(|| RefusedType::find(listed).map(Self::Refused))
+        loadable.map(Self::Loadable).or_else(|| RefusedType::find(listed).map(Self::Refused))
     }
 
     /// The type's name.

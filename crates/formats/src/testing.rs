@@ -32,12 +32,7 @@ pub struct Image {
 
 impl Default for GgufWriter {
     fn default() -> Self {
-        Self {
-            version: 3,
-            alignment: 32,
-            keys: Vec::new(),
-            tensors: Vec::new(),
-        }
+        Self { version: 3, alignment: 32, keys: Vec::new(), tensors: Vec::new() }
     }
 }
 
@@ -121,24 +116,14 @@ impl GgufWriter {
     #[must_use]
     pub fn tensor(mut self, name: &str, type_id: u32, shape: &[u64], data: Vec<u8>) -> Self {
         let dims = shape.iter().rev().copied().collect();
-        self.tensors.push(TestTensor {
-            name: name.to_owned(),
-            dims,
-            type_id,
-            data,
-        });
+        self.tensors.push(TestTensor { name: name.to_owned(), dims, type_id, data });
         self
     }
 
     /// Adds a tensor of 32-bit floats.
     #[must_use]
     pub fn f32_tensor(self, name: &str, shape: &[u64], values: &[f32]) -> Self {
-        self.tensor(
-            name,
-            0,
-            shape,
-            values.iter().flat_map(|value| value.to_le_bytes()).collect(),
-        )
+        self.tensor(name, 0, shape, values.iter().flat_map(|value| value.to_le_bytes()).collect())
     }
 
     /// The file's bytes.
@@ -151,10 +136,7 @@ impl GgufWriter {
     /// `KEY/len`, `KEY/type`, `KEY/value`, and `TENSOR/len`, `/n_dims`, `/dim0`…, `/type`, `/offset`, `/data`.
     #[must_use]
     pub fn image(&self) -> Image {
-        let mut image = Image {
-            bytes: b"GGUF".to_vec(),
-            marks: HashMap::new(),
-        };
+        let mut image = Image { bytes: b"GGUF".to_vec(), marks: HashMap::new() };
         image.field("version", &self.version.to_le_bytes());
         image.field("n_tensors", &(self.tensors.len() as u64).to_le_bytes());
         image.field("n_kv", &(self.keys.len() as u64).to_le_bytes());
@@ -177,9 +159,7 @@ impl GgufWriter {
             offset = (offset + tensor.data.len()).next_multiple_of(self.alignment);
         }
         for tensor in &self.tensors {
-            image
-                .bytes
-                .resize(image.bytes.len().next_multiple_of(self.alignment), 0);
+            image.bytes.resize(image.bytes.len().next_multiple_of(self.alignment), 0);
             image.field(&format!("{}/data", tensor.name), &tensor.data);
         }
         image

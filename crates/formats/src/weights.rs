@@ -36,11 +36,7 @@ impl WeightFile {
         }
         let file = File::open(path).map_err(io_error)?;
         let len = file.metadata().map_err(io_error)?.len();
-        Ok(Self {
-            path: path.to_path_buf(),
-            file,
-            len,
-        })
+        Ok(Self { path: path.to_path_buf(), file, len })
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -82,11 +78,7 @@ pub struct Weights {
 impl Weights {
     /// The tensors of `table` carry indices into `files`.
     pub(crate) fn new(origin: &Path, files: Vec<WeightFile>, table: TensorTable) -> Self {
-        Self {
-            files,
-            table,
-            origin: origin.to_path_buf(),
-        }
+        Self { files, table, origin: origin.to_path_buf() }
     }
 
     /// All tensors, in file order, including those of types that cannot be loaded.
@@ -112,12 +104,9 @@ impl Weights {
         };
         match tensor.tensor_type() {
             Some(ty) => Ok((tensor, ty)),
-            None => Err(self.error(
-                tensor,
-                FormatErrorKind::UnsupportedTensorType {
-                    name: tensor.stored_type().name(),
-                },
-            )),
+            None => {
+                Err(self.error(tensor, FormatErrorKind::UnsupportedTensorType { name: tensor.stored_type().name() }))
+            }
         }
     }
 
@@ -130,23 +119,15 @@ impl Weights {
     pub fn read_rows(&self, name: &str, first_row: usize, num_rows: usize, into: &mut [u8]) -> Result<()> {
         let (tensor, _) = self.loadable(name)?;
         let invalid = |reason| Err(self.error(tensor, FormatErrorKind::InvalidRead { reason }));
-        if first_row
-            .checked_add(num_rows)
-            .is_none_or(|end| end > tensor.num_rows())
-        {
+        if first_row.checked_add(num_rows).is_none_or(|end| end > tensor.num_rows()) {
             let rows = tensor.num_rows();
-            return invalid(format!(
-                "rows from {first_row}, {num_rows} of them, of a tensor of {rows} rows"
-            ));
+            return invalid(format!("rows from {first_row}, {num_rows} of them, of a tensor of {rows} rows"));
         }
         // Neither product exceeds the tensor's own bytes, which were checked against the file.
         let row_bytes = tensor.row_bytes();
         let wanted = row_bytes * num_rows as u64;
         if into.len() as u64 != wanted {
-            return invalid(format!(
-                "{num_rows} rows take {wanted} bytes, the buffer has {}",
-                into.len()
-            ));
+            return invalid(format!("{num_rows} rows take {wanted} bytes, the buffer has {}", into.len()));
         }
         self.read(tensor, tensor.offset + row_bytes * first_row as u64, into)
     }
@@ -158,11 +139,7 @@ impl Weights {
     pub fn read_all(&self, name: &str, into: &mut [u8]) -> Result<()> {
         let (tensor, _) = self.loadable(name)?;
         if into.len() as u64 != tensor.num_bytes {
-            let reason = format!(
-                "the tensor takes {} bytes, the buffer has {}",
-                tensor.num_bytes,
-                into.len()
-            );
+            let reason = format!("the tensor takes {} bytes, the buffer has {}", tensor.num_bytes, into.len());
             return Err(self.error(tensor, FormatErrorKind::InvalidRead { reason }));
         }
         self.read(tensor, tensor.offset, into)
@@ -171,17 +148,13 @@ impl Weights {
     /// Bytes of all tensors together.
     #[must_use]
     pub fn total_bytes(&self) -> u64 {
-        self.tensors()
-            .iter()
-            .fold(0, |sum, tensor| sum.saturating_add(tensor.num_bytes))
+        self.tensors().iter().fold(0, |sum, tensor| sum.saturating_add(tensor.num_bytes))
     }
 
     /// The file that holds a tensor of this checkpoint.
     #[must_use]
     pub fn file_of(&self, tensor: &TensorInfo) -> &Path {
-        self.files
-            .get(tensor.file_idx as usize)
-            .map_or(&*self.origin, WeightFile::path)
+        self.files.get(tensor.file_idx as usize).map_or(&*self.origin, WeightFile::path)
     }
 
     fn error(&self, tensor: &TensorInfo, kind: FormatErrorKind) -> FormatError {
@@ -190,9 +163,7 @@ impl Weights {
 
     fn read(&self, tensor: &TensorInfo, offset: u64, into: &mut [u8]) -> Result<()> {
         match self.files.get(tensor.file_idx as usize) {
-            Some(file) => file
-                .read_exact_at(offset, into)
-                .map_err(|error| error.in_tensor(&tensor.name)),
+            Some(file) => file.read_exact_at(offset, into).map_err(|error| error.in_tensor(&tensor.name)),
             None => Err(self.error(tensor, FormatErrorKind::MissingTensor { hint: String::new() })),
         }
     }

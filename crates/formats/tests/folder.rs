@@ -17,10 +17,7 @@ fn model_folder() -> tempfile::TempDir {
     let put = |name: &str, bytes: &[u8]| fs::write(folder.path().join(name), bytes).unwrap();
     put("config.json", CONFIG.as_bytes());
     put("tokenizer.json", b"{}");
-    put(
-        "model.safetensors",
-        &SafetensorsWriter::default().f32_tensor("w", &[2], &[1.0, 2.0]).build(),
-    );
+    put("model.safetensors", &SafetensorsWriter::default().f32_tensor("w", &[2], &[1.0, 2.0]).build());
     folder
 }
 
@@ -45,19 +42,14 @@ fn config(text: &str) -> pagemill_formats::Result<HfConfig> {
 #[test]
 fn a_folder_is_read() {
     let folder = model_folder();
-    let Checkpoint::HuggingFace(model) = Checkpoint::open(folder.path()).unwrap() else {
-        panic!("not a folder")
-    };
+    let Checkpoint::HuggingFace(model) = Checkpoint::open(folder.path()).unwrap() else { panic!("not a folder") };
     assert_eq!(model.config().model_type, "llama");
     assert_eq!(model.generation(), &GenerationConfig::default());
     let mut bytes = [0; 8];
     model.weights().read_all("w", &mut bytes).unwrap();
     assert_eq!(bytes[4..], 2.0f32.to_le_bytes());
     let tokenizer = model.tokenizer().unwrap();
-    assert_eq!(
-        (&*tokenizer.tokenizer_json, tokenizer.chat_template),
-        (&b"{}"[..], None)
-    );
+    assert_eq!((&*tokenizer.tokenizer_json, tokenizer.chat_template), (&b"{}"[..], None));
 }
 
 #[test]
@@ -65,17 +57,12 @@ fn chat_template_file_wins_over_the_config() {
     let folder = model_folder();
     let put = |name: &str, text: &str| fs::write(folder.path().join(name), text).unwrap();
     put("tokenizer_config.json", r#"{"chat_template":"from config"}"#);
-    let Checkpoint::HuggingFace(model) = Checkpoint::open(folder.path()).unwrap() else {
-        panic!("not a folder")
-    };
+    let Checkpoint::HuggingFace(model) = Checkpoint::open(folder.path()).unwrap() else { panic!("not a folder") };
     assert_eq!(model.tokenizer().unwrap().chat_template.as_deref(), Some("from config"));
     put("chat_template.jinja", "from file");
     assert_eq!(model.tokenizer().unwrap().chat_template.as_deref(), Some("from file"));
     fs::write(folder.path().join("chat_template.jinja"), b"a\xff").unwrap();
-    assert!(matches!(
-        model.tokenizer().unwrap_err().kind(),
-        Kind::InvalidUtf8 { .. }
-    ));
+    assert!(matches!(model.tokenizer().unwrap_err().kind(), Kind::InvalidUtf8 { .. }));
 }
 
 #[test]
@@ -93,11 +80,7 @@ fn missing_members_are_named_with_a_hint() {
         assert!(error.to_string().contains(hint), "{error}");
     }
     let folder = model_folder();
-    fs::rename(
-        folder.path().join("model.safetensors"),
-        folder.path().join("pytorch_model.bin"),
-    )
-    .unwrap();
+    fs::rename(folder.path().join("model.safetensors"), folder.path().join("pytorch_model.bin")).unwrap();
     let error = Checkpoint::open(folder.path()).unwrap_err();
     assert!(error.to_string().contains("convert them to safetensors"), "{error}");
 }
@@ -110,10 +93,7 @@ fn paths_that_are_no_model_say_what_was_expected() {
     assert!(refuse(folder.path()).contains("holds no model; expected a GGUF file, or a folder with"));
     fs::write(folder.path().join("some.gguf"), GgufWriter::default().build()).unwrap();
     assert!(refuse(folder.path()).contains("name the file instead, such as some.gguf"));
-    assert!(matches!(
-        Checkpoint::open(&folder.path().join("some.gguf")).unwrap(),
-        Checkpoint::Gguf(_)
-    ));
+    assert!(matches!(Checkpoint::open(&folder.path().join("some.gguf")).unwrap(), Checkpoint::Gguf(_)));
     fs::write(folder.path().join("model.safetensors"), b"").unwrap();
     assert!(refuse(&folder.path().join("model.safetensors")).contains("name the folder instead"));
     fs::write(folder.path().join("text"), b"hello world").unwrap();
@@ -143,46 +123,25 @@ fn broken_shards_are_named() {
     assert!(error.to_string().contains(&index.display().to_string()), "{error}");
 
     // A tensor that its shard does not hold, or that only another shard holds.
-    for wrong in [
-        r#""c":"two.safetensors""#,
-        r#""b":"one.safetensors","x":"two.safetensors""#,
-    ] {
+    for wrong in [r#""c":"two.safetensors""#, r#""b":"one.safetensors","x":"two.safetensors""#] {
         let (folder, _) = sharded_folder(&INDEX.replace(r#""b":"two.safetensors""#, wrong));
         let error = Checkpoint::open(folder.path()).unwrap_err();
-        assert!(
-            matches!(error.kind(), Kind::MissingTensor { .. }) && error.field().is_some(),
-            "{error}"
-        );
-        assert!(
-            error
-                .to_string()
-                .contains("safetensors.index.json says it is in this file"),
-            "{error}"
-        );
+        assert!(matches!(error.kind(), Kind::MissingTensor { .. }) && error.field().is_some(), "{error}");
+        assert!(error.to_string().contains("safetensors.index.json says it is in this file"), "{error}");
     }
 
     let (folder, _) = sharded_folder(INDEX);
-    fs::copy(
-        folder.path().join("one.safetensors"),
-        folder.path().join("two.safetensors"),
-    )
-    .unwrap();
+    fs::copy(folder.path().join("one.safetensors"), folder.path().join("two.safetensors")).unwrap();
     let error = Checkpoint::open(folder.path()).unwrap_err();
     assert!(matches!(error.kind(), Kind::DuplicateTensor { .. }), "{error}");
-    assert!(
-        error.to_string().contains("tensor 'a'") && error.to_string().contains("one.safetensors"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("tensor 'a'") && error.to_string().contains("one.safetensors"), "{error}");
 
     let (folder, _) = sharded_folder(INDEX);
     let shard = folder.path().join("two.safetensors");
     let bytes = fs::read(&shard).unwrap();
     fs::write(&shard, &bytes[..bytes.len() - 1]).unwrap();
     let error = Checkpoint::open(folder.path()).unwrap_err();
-    assert!(
-        matches!(error.kind(), Kind::TensorBeyondEnd { .. }) && error.file() == shard,
-        "{error}"
-    );
+    assert!(matches!(error.kind(), Kind::TensorBeyondEnd { .. }) && error.file() == shard, "{error}");
 }
 
 #[test]
@@ -216,10 +175,7 @@ fn config_fields_are_typed() {
     assert_eq!(config.fields().require_usize("hidden_size").unwrap(), 8);
     assert_eq!(config.fields().get_f64("hidden_size").unwrap(), Some(8.0));
     let error = config.fields().require_usize("num_layers").unwrap_err();
-    assert_eq!(
-        error.to_string(),
-        "config.json: num_layers: missing (expected unsigned integer)"
-    );
+    assert_eq!(error.to_string(), "config.json: num_layers: missing (expected unsigned integer)");
     let error = config.fields().get_bool("hidden_size").unwrap_err();
     assert_eq!(error.to_string(), "config.json: hidden_size: expected boolean, found 8");
     let unknown: Vec<_> = config.unknown_fields(&["hidden_size"]).map(|(key, _)| key).collect();
@@ -233,9 +189,7 @@ fn config_fields_are_typed() {
 
 #[test]
 fn rope_in_the_older_form() {
-    let RopeSettings::Uniform(rope) = config(CONFIG).unwrap().rope else {
-        panic!("uniform")
-    };
+    let RopeSettings::Uniform(rope) = config(CONFIG).unwrap().rope else { panic!("uniform") };
     assert_eq!((&*rope.rope_type, rope.theta), ("llama3", Some(500_000.0)));
     assert_eq!(rope.fields.require_f64("factor").unwrap(), 8.0);
     assert_eq!(rope.fields.unknown_fields(&["factor"]).count(), 0);
@@ -243,61 +197,35 @@ fn rope_in_the_older_form() {
     assert_eq!(error.field(), Some("rope_scaling.low_freq_factor"));
 
     let plain = config(r#"{"model_type":"llama","rope_scaling":null}"#).unwrap().rope;
-    let RopeSettings::Uniform(rope) = plain else {
-        panic!("uniform")
-    };
+    let RopeSettings::Uniform(rope) = plain else { panic!("uniform") };
     assert_eq!((&*rope.rope_type, rope.theta), ("default", None));
 
     let gemma = r#"{"model_type":"gemma3_text","rope_theta":1e6,"rope_local_base_freq":1e4,
         "rope_scaling":{"rope_type":"linear","factor":8.0}}"#;
-    let RopeSettings::PerLayerType(layers) = config(gemma).unwrap().rope else {
-        panic!("per layer type")
-    };
-    let seen: Vec<_> = layers
-        .iter()
-        .map(|(name, rope)| (&**name, &*rope.rope_type, rope.theta))
-        .collect();
-    let expected = [
-        ("full_attention", "linear", Some(1e6)),
-        ("sliding_attention", "default", Some(1e4)),
-    ];
+    let RopeSettings::PerLayerType(layers) = config(gemma).unwrap().rope else { panic!("per layer type") };
+    let seen: Vec<_> = layers.iter().map(|(name, rope)| (&**name, &*rope.rope_type, rope.theta)).collect();
+    let expected = [("full_attention", "linear", Some(1e6)), ("sliding_attention", "default", Some(1e4))];
     assert_eq!(seen, expected);
 }
 
 #[test]
 fn rope_in_the_newer_form() {
     let flat = r#"{"model_type":"llama","rope_theta":7.0,"rope_parameters":{"rope_type":"yarn","factor":4.0}}"#;
-    let RopeSettings::Uniform(rope) = config(flat).unwrap().rope else {
-        panic!("uniform")
-    };
+    let RopeSettings::Uniform(rope) = config(flat).unwrap().rope else { panic!("uniform") };
     assert_eq!((&*rope.rope_type, rope.theta), ("yarn", Some(7.0)));
     let layers = r#"{"model_type":"g","rope_parameters":{
         "full_attention":{"rope_theta":1e6,"rope_type":"default"},"sliding_attention":{"rope_theta":1e4}}}"#;
-    let RopeSettings::PerLayerType(layers) = config(layers).unwrap().rope else {
-        panic!("per layer type")
-    };
-    assert_eq!(
-        layers.iter().map(|(_, rope)| rope.theta).collect::<Vec<_>>(),
-        [Some(1e6), Some(1e4)]
-    );
+    let RopeSettings::PerLayerType(layers) = config(layers).unwrap().rope else { panic!("per layer type") };
+    assert_eq!(layers.iter().map(|(_, rope)| rope.theta).collect::<Vec<_>>(), [Some(1e6), Some(1e4)]);
 }
 
 #[test]
 fn contradictions_in_rope_settings_are_refused() {
     for (text, field) in [
-        (
-            r#"{"rope_scaling":{"type":"su","rope_type":"yarn"}}"#,
-            "rope_scaling.type",
-        ),
-        (
-            r#"{"rope_scaling":{"type":"yarn"},"rope_parameters":{"rope_type":"llama3"}}"#,
-            "rope_scaling",
-        ),
+        (r#"{"rope_scaling":{"type":"su","rope_type":"yarn"}}"#, "rope_scaling.type"),
+        (r#"{"rope_scaling":{"type":"yarn"},"rope_parameters":{"rope_type":"llama3"}}"#, "rope_scaling"),
         (r#"{"rope_scaling":7}"#, "rope_scaling"),
-        (
-            r#"{"rope_parameters":{"full_attention":{},"factor":2}}"#,
-            "rope_parameters.factor",
-        ),
+        (r#"{"rope_parameters":{"full_attention":{},"factor":2}}"#, "rope_parameters.factor"),
         (r#"{"rope_theta":"big"}"#, "rope_theta"),
     ] {
         let error = config(&text.replacen('{', r#"{"model_type":"m","#, 1)).unwrap_err();
@@ -313,10 +241,7 @@ fn nested_text_config_is_flattened() {
             "vision_config":{"hidden_size":1152}}"#,
     )
     .unwrap();
-    assert_eq!(
-        (&*config.model_type, config.outer_model_type.as_deref()),
-        ("gemma3_text", Some("gemma3"))
-    );
+    assert_eq!((&*config.model_type, config.outer_model_type.as_deref()), ("gemma3_text", Some("gemma3")));
     assert_eq!(config.eos_token_ids, [1, 106]);
     assert_eq!(config.dtype.as_deref(), Some("bfloat16"));
     assert_eq!(config.fields().require_usize("hidden_size").unwrap(), 640);
@@ -328,17 +253,7 @@ fn nested_text_config_is_flattened() {
 fn malformed_json_is_refused() {
     let deep = format!(r#"{{"model_type":"m","x":{}{}}}"#, "[".repeat(65), "]".repeat(65));
     let bomb = format!(r#"{{"x":{}"#, "[".repeat(500_000));
-    let cases = [
-        "",
-        "[]",
-        "{",
-        r#"{"a":1,"a":2}"#,
-        r#"{"x":{"a":1,"a":2}}"#,
-        r#"{"x":NaN}"#,
-        "{} {}",
-        &deep,
-        &bomb,
-    ];
+    let cases = ["", "[]", "{", r#"{"a":1,"a":2}"#, r#"{"x":{"a":1,"a":2}}"#, r#"{"x":NaN}"#, "{} {}", &deep, &bomb];
     for text in cases {
         let error = config(text).unwrap_err();
         assert!(matches!(error.kind(), Kind::Json { .. }), "{error}");
@@ -383,10 +298,7 @@ fn generation_config_is_typed() {
         ..GenerationConfig::default()
     };
     assert_eq!(generation, expected);
-    for (text, field) in [
-        (r#"{"temperature":"hot"}"#, "temperature"),
-        (r#"{"top_k":-1}"#, "top_k"),
-    ] {
+    for (text, field) in [(r#"{"temperature":"hot"}"#, "temperature"), (r#"{"top_k":-1}"#, "top_k")] {
         let error = GenerationConfig::parse(text.as_bytes(), Path::new("g")).unwrap_err();
         assert_eq!(error.field(), Some(field));
     }
@@ -403,33 +315,18 @@ fn tokenizer_config_in_its_forms() {
     .unwrap();
     assert_eq!(config.bos_token.as_deref(), Some("<s>"));
     assert_eq!(config.eos_token.as_deref(), Some("</s>"));
-    assert_eq!(
-        (config.unk_token, config.add_bos_token, config.model_max_length),
-        (None, Some(true), None)
-    );
-    assert_eq!(
-        (config.chat_template.as_deref(), config.named_templates.len()),
-        (Some("D"), 2)
-    );
-    assert_eq!(
-        parse(r#"{"model_max_length":8192}"#).unwrap().model_max_length,
-        Some(8192)
-    );
+    assert_eq!((config.unk_token, config.add_bos_token, config.model_max_length), (None, Some(true), None));
+    assert_eq!((config.chat_template.as_deref(), config.named_templates.len()), (Some("D"), 2));
+    assert_eq!(parse(r#"{"model_max_length":8192}"#).unwrap().model_max_length, Some(8192));
     for (text, field) in [
         (r#"{"bos_token":7}"#, "bos_token"),
         (r#"{"bos_token":{"lstrip":true}}"#, "bos_token.content"),
         (r#"{"chat_template":[{"name":"x"}]}"#, "chat_template"),
-        (
-            r#"{"chat_template":[{"name":"x","template":""},{"name":"x","template":""}]}"#,
-            "chat_template",
-        ),
+        (r#"{"chat_template":[{"name":"x","template":""},{"name":"x","template":""}]}"#, "chat_template"),
         (r#"{"chat_template":{}}"#, "chat_template"),
         (r#"{"model_max_length":"long"}"#, "model_max_length"),
     ] {
         assert_eq!(parse(text).unwrap_err().field(), Some(field));
     }
-    assert!(matches!(
-        parse(r#"{"bos_token":"a","bos_token":"b"}"#).unwrap_err().kind(),
-        Kind::Json { .. }
-    ));
+    assert!(matches!(parse(r#"{"bos_token":"a","bos_token":"b"}"#).unwrap_err().kind(), Kind::Json { .. }));
 }

@@ -103,10 +103,7 @@ fn every_array_type_is_read() {
     assert_eq!(array("5"), Array::I32(vec![-9; 2]));
     assert_eq!(array("6"), Array::F32(vec![1.5; 2]));
     assert_eq!(array("7"), Array::Bool(vec![false, true]));
-    assert_eq!(
-        metadata.require_strings("8").unwrap().iter().collect::<Vec<_>>(),
-        ["a", "ß"]
-    );
+    assert_eq!(metadata.require_strings("8").unwrap().iter().collect::<Vec<_>>(), ["a", "ß"]);
     assert_eq!(array("10"), Array::U64(vec![9; 2]));
     assert_eq!(array("11"), Array::I64(vec![-9; 2]));
     assert_eq!(array("12"), Array::F64(vec![2.5; 2]));
@@ -122,18 +119,12 @@ fn arrays_longer_than_the_read_buffer_are_whole() {
 
 #[test]
 fn getters_name_key_and_types() {
-    let bytes = GgufWriter::default()
-        .str("a", "x")
-        .raw("negative", 5, (-1i32).to_le_bytes().to_vec())
-        .build();
+    let bytes = GgufWriter::default().str("a", "x").raw("negative", 5, (-1i32).to_le_bytes().to_vec()).build();
     let metadata = parse(&bytes).metadata;
     let error = metadata.require_u32("a").unwrap_err();
     assert_eq!(error.field(), Some("a"));
     assert_eq!(error.offset(), Some(24));
-    assert_eq!(
-        error.to_string(),
-        "test.gguf: a: expected unsigned 32-bit integer, found string \"x\" (at byte 24)"
-    );
+    assert_eq!(error.to_string(), "test.gguf: a: expected unsigned 32-bit integer, found string \"x\" (at byte 24)");
     let error = metadata.get_u32("negative").unwrap_err();
     assert!(error.to_string().contains("found integer -1"), "{error}");
     let error = metadata.require_f64("absent").unwrap_err();
@@ -143,11 +134,7 @@ fn getters_name_key_and_types() {
 
 #[test]
 fn per_layer_values_come_as_one_or_as_many() {
-    let bytes = GgufWriter::default()
-        .u32("one", 3)
-        .i32s("many", &[1, 2])
-        .i32s("bad", &[1, -2])
-        .build();
+    let bytes = GgufWriter::default().u32("one", 3).i32s("many", &[1, 2]).i32s("bad", &[1, -2]).build();
     let metadata = parse(&bytes).metadata;
     assert_eq!(metadata.get_u32_per_layer("one", 2).unwrap(), Some(vec![3, 3]));
     assert_eq!(metadata.get_u32_per_layer("many", 2).unwrap(), Some(vec![1, 2]));
@@ -187,15 +174,7 @@ fn shapes_are_row_major_and_rows_are_read_in_place() {
     let (tensor, ty) = gguf.weights().loadable("w").unwrap();
     assert_eq!(ty, TensorType::Q4_0);
     assert_eq!(tensor.shape(), [2, 2, 64]);
-    assert_eq!(
-        (
-            tensor.num_rows(),
-            tensor.num_cols(),
-            tensor.row_bytes(),
-            tensor.num_bytes()
-        ),
-        (4, 64, 36, 144)
-    );
+    assert_eq!((tensor.num_rows(), tensor.num_cols(), tensor.row_bytes(), tensor.num_bytes()), (4, 64, 36, 144));
     let mut rows = [0; 72];
     gguf.weights().read_rows("w", 1, 2, &mut rows).unwrap();
     assert_eq!(rows, data[36..108]);
@@ -209,21 +188,12 @@ fn reads_outside_a_tensor_are_refused() {
     let gguf = GgufFile::open(file.path()).unwrap();
     let weights = gguf.weights();
     let mut buffer = [0; 16];
-    for (first, rows, bytes) in [
-        (0, 3, 16),
-        (2, 1, 8),
-        (usize::MAX, 1, 8),
-        (1, usize::MAX, 16),
-        (0, 1, 16),
-        (0, 2, 8),
-    ] {
+    for (first, rows, bytes) in [(0, 3, 16), (2, 1, 8), (usize::MAX, 1, 8), (1, usize::MAX, 16), (0, 1, 16), (0, 2, 8)]
+    {
         let error = weights.read_rows("w", first, rows, &mut buffer[..bytes]).unwrap_err();
         assert!(matches!(error.kind(), FormatErrorKind::InvalidRead { .. }), "{error}");
     }
-    assert!(matches!(
-        weights.read_all("w", &mut buffer[..4]).unwrap_err().kind(),
-        FormatErrorKind::InvalidRead { .. }
-    ));
+    assert!(matches!(weights.read_all("w", &mut buffer[..4]).unwrap_err().kind(), FormatErrorKind::InvalidRead { .. }));
     let error = weights.read_all("absent", &mut buffer).unwrap_err();
     assert!(matches!(error.kind(), FormatErrorKind::MissingTensor { .. }), "{error}");
     assert_eq!(error.field(), Some("tensor 'absent'"));
@@ -231,20 +201,13 @@ fn reads_outside_a_tensor_are_refused() {
 
 #[test]
 fn unsupported_types_are_listed_and_refused_by_name() {
-    let bytes = GgufWriter::default()
-        .tensor("experts", 39, &[2, 32], vec![0; 34])
-        .build();
+    let bytes = GgufWriter::default().tensor("experts", 39, &[2, 32], vec![0; 34]).build();
     let file = on_disk(&bytes);
     let gguf = GgufFile::open(file.path()).unwrap();
     let tensor = &gguf.weights().tensors()[0];
     assert_eq!((tensor.stored_type().name(), tensor.num_bytes()), ("MXFP4", 34));
     let error = gguf.weights().read_all("experts", &mut [0; 34]).unwrap_err();
-    assert!(
-        error
-            .to_string()
-            .contains("tensor 'experts': tensor type MXFP4 is not supported"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("tensor 'experts': tensor type MXFP4 is not supported"), "{error}");
 }
 
 #[test]
@@ -252,10 +215,7 @@ fn type_ids_are_unique_and_round_trip() {
     for ty in TensorType::ALL {
         assert_eq!(StoredType::from_gguf_id(ty.gguf_id()), Some(StoredType::Loadable(ty)));
     }
-    let names: Vec<_> = (0..64)
-        .filter_map(StoredType::from_gguf_id)
-        .map(StoredType::name)
-        .collect();
+    let names: Vec<_> = (0..64).filter_map(StoredType::from_gguf_id).map(StoredType::name).collect();
     let unique: std::collections::HashSet<_> = names.iter().collect();
     assert_eq!((names.len(), unique.len()), (39, 39));
     assert_eq!(StoredType::from_gguf_id(4), None);
@@ -273,10 +233,7 @@ fn tokenizer_data_is_extracted() {
     assert_eq!(tokenizer.tokens.get(4), None);
     assert_eq!(tokenizer.scores, Some(&[0.0, -1.0, -2.0, -3.0][..]));
     assert_eq!(tokenizer.token_types, Some(vec![3, 1, 1, 1]));
-    assert_eq!(
-        (tokenizer.bos_id, tokenizer.eos_id, tokenizer.padding_id),
-        (Some(0), Some(3), None)
-    );
+    assert_eq!((tokenizer.bos_id, tokenizer.eos_id, tokenizer.padding_id), (Some(0), Some(3), None));
     assert_eq!((tokenizer.add_bos, tokenizer.add_eos), (Some(true), None));
     assert_eq!(tokenizer.chat_template, Some("{{ messages }}"));
     assert_eq!(tokenizer.named_templates[0].template, "{{ tools }}");
@@ -293,27 +250,12 @@ fn inconsistent_tokenizers_are_refused() {
     let two = || base().strings("tokenizer.ggml.tokens", &["a", "b"]);
     let cases = [
         (base(), "tokenizer.ggml.tokens"),
-        (
-            GgufWriter::default().strings("tokenizer.ggml.tokens", &["a"]),
-            "tokenizer.ggml.model",
-        ),
+        (GgufWriter::default().strings("tokenizer.ggml.tokens", &["a"]), "tokenizer.ggml.model"),
         (two().f32s("tokenizer.ggml.scores", &[0.0]), "tokenizer.ggml.scores"),
-        (
-            two().i32s("tokenizer.ggml.token_type", &[1, 1, 1]),
-            "tokenizer.ggml.token_type",
-        ),
-        (
-            two().u32("tokenizer.ggml.eos_token_id", 2),
-            "tokenizer.ggml.eos_token_id",
-        ),
-        (
-            two().u32("tokenizer.ggml.add_bos_token", 1),
-            "tokenizer.ggml.add_bos_token",
-        ),
-        (
-            two().strings("tokenizer.chat_templates", &["rag"]),
-            "tokenizer.chat_template.rag",
-        ),
+        (two().i32s("tokenizer.ggml.token_type", &[1, 1, 1]), "tokenizer.ggml.token_type"),
+        (two().u32("tokenizer.ggml.eos_token_id", 2), "tokenizer.ggml.eos_token_id"),
+        (two().u32("tokenizer.ggml.add_bos_token", 1), "tokenizer.ggml.add_bos_token"),
+        (two().strings("tokenizer.chat_templates", &["rag"]), "tokenizer.chat_template.rag"),
     ];
     for (writer, field) in cases {
         assert_eq!(error_of(writer).field(), Some(field));
@@ -333,10 +275,8 @@ fn many_threads_read_at_once() {
                     let row = (thread * 7 + round) % 64;
                     let mut bytes = [0; 256];
                     gguf.weights().read_rows("w", row, 1, &mut bytes).unwrap();
-                    let expected: Vec<u8> = values[row * 64..][..64]
-                        .iter()
-                        .flat_map(|value| value.to_le_bytes())
-                        .collect();
+                    let expected: Vec<u8> =
+                        values[row * 64..][..64].iter().flat_map(|value| value.to_le_bytes()).collect();
                     assert_eq!(bytes, expected[..]);
                 }
             });

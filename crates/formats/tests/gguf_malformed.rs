@@ -52,10 +52,7 @@ fn truncation_at_every_byte() {
     let bytes = sample().bytes;
     for len in 0..bytes.len() {
         let error = refuse(&bytes[..len]);
-        assert!(
-            matches!(error.kind(), Kind::Truncated { .. } | Kind::TensorBeyondEnd { .. }),
-            "{len}: {error}"
-        );
+        assert!(matches!(error.kind(), Kind::Truncated { .. } | Kind::TensorBeyondEnd { .. }), "{len}: {error}");
         assert!(error.offset().unwrap() <= len as u64, "{len}: {error}");
     }
 }
@@ -94,10 +91,7 @@ fn wrong_magic() {
         let mut bytes = sample().bytes;
         bytes[..4].copy_from_slice(magic);
         let error = refuse(&bytes);
-        assert!(
-            matches!(error.kind(), Kind::WrongMagic { .. }) && error.to_string().contains(hint),
-            "{error}"
-        );
+        assert!(matches!(error.kind(), Kind::WrongMagic { .. }) && error.to_string().contains(hint), "{error}");
     }
 }
 
@@ -162,10 +156,7 @@ fn names_that_are_too_long_or_empty() {
     assert!(matches!(error.kind(), Kind::LimitExceeded { .. }), "{error}");
     let error = refuse(&GgufWriter::default().f32_tensor(&long, &[1], &[0.0]).build());
     assert!(matches!(error.kind(), Kind::LimitExceeded { .. }), "{error}");
-    for image in [
-        GgufWriter::default().u32("", 1),
-        GgufWriter::default().f32_tensor("", &[8], &[0.0; 8]),
-    ] {
+    for image in [GgufWriter::default().u32("", 1), GgufWriter::default().f32_tensor("", &[8], &[0.0; 8])] {
         assert!(matches!(refuse(&image.build()).kind(), Kind::Invalid { .. }));
     }
 }
@@ -232,11 +223,7 @@ fn invalid_utf8() {
 
 #[test]
 fn duplicates() {
-    let image = GgufWriter::default()
-        .u32("key", 1)
-        .u32("other", 2)
-        .u32("key", 3)
-        .image();
+    let image = GgufWriter::default().u32("key", 1).u32("other", 2).u32("key", 3).image();
     let second = image.offset("key/len");
     assert_refused!(image.bytes, Kind::DuplicateKey, field: Some("key"), at: second);
     let image = GgufWriter::default()
@@ -260,10 +247,7 @@ fn dimensions() {
     assert_refused!(bytes, Kind::InvalidShape { .. }, field: Some("tensor 'first'"), at: image.offset("first/dim1"));
     for dim in HUGE {
         let error = refuse(&image.with("first/dim0", 0, &dim.to_le_bytes()));
-        assert!(
-            matches!(error.kind(), Kind::InvalidShape { .. } | Kind::TensorBeyondEnd { .. }),
-            "{error}"
-        );
+        assert!(matches!(error.kind(), Kind::InvalidShape { .. } | Kind::TensorBeyondEnd { .. }), "{error}");
         assert_eq!(error.field(), Some("tensor 'first'"));
     }
     // The product wraps to zero; then the element count fits and the bytes overflow.
@@ -303,10 +287,8 @@ fn tensor_offsets() {
     let bytes = image.with("second/offset", 0, &0u64.to_le_bytes());
     assert_refused!(bytes, Kind::OverlappingTensor { .. }, field: second, at: at);
     // Overlap by the last block only, with the later tensor first in the file.
-    let image = GgufWriter::default()
-        .f32_tensor("late", &[8], &[0.0; 8])
-        .f32_tensor("early", &[16], &[0.0; 16])
-        .image();
+    let image =
+        GgufWriter::default().f32_tensor("late", &[8], &[0.0; 8]).f32_tensor("early", &[16], &[0.0; 16]).image();
     let mut bytes = image.with("late/offset", 0, &32u64.to_le_bytes());
     let early = image.offset("early/offset");
     bytes[early..early + 8].copy_from_slice(&0u64.to_le_bytes());
@@ -329,10 +311,7 @@ fn parts_of_a_split_model() {
     let bytes = GgufWriter::default().u32("split.no", 1).u32("split.count", 3).build();
     let error = refuse(&bytes);
     assert!(matches!(error.kind(), Kind::SplitGguf { part: 2, count: 3 }), "{error}");
-    assert!(
-        error.to_string().contains("part 2 of a GGUF model split into 3 files"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("part 2 of a GGUF model split into 3 files"), "{error}");
     let bytes = GgufWriter::default().u32("split.no", 0).u32("split.count", 1).build();
     gguf::parse(&*bytes, bytes.len() as u64, Path::new("good.gguf")).unwrap();
 }

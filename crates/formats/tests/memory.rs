@@ -45,11 +45,7 @@ fn check(name: &str, bytes: &[u8], parse: impl Fn(&[u8])) {
     let peak = PEAK.load(Relaxed) - before;
     let bound = 2 * bytes.len() + CONSTANT_BYTES;
     println!("{name}: file {} bytes, peak {peak} bytes", bytes.len());
-    assert!(
-        peak <= bound,
-        "{name}: a file of {} bytes made {peak} bytes live",
-        bytes.len()
-    );
+    assert!(peak <= bound, "{name}: a file of {} bytes made {peak} bytes live", bytes.len());
 }
 
 fn parse_gguf(bytes: &[u8]) {
@@ -69,66 +65,39 @@ fn one_long_string_among_claimed_ones() -> Vec<u8> {
     const TOTAL: usize = 16 << 20;
     let mut items = ((TOTAL / 4) as u64).to_le_bytes().to_vec();
     items.resize(TOTAL, b'x');
-    GgufWriter::default()
-        .array("tokens", 8, (TOTAL / 16) as u64, items)
-        .build()
+    GgufWriter::default().array("tokens", 8, (TOTAL / 16) as u64, items).build()
 }
 
 fn many_keys() -> Vec<u8> {
-    (0..16_384)
-        .fold(GgufWriter::default(), |writer, key| {
-            writer.raw(&format!("{key:x}"), 0, vec![0])
-        })
-        .build()
+    (0..16_384).fold(GgufWriter::default(), |writer, key| writer.raw(&format!("{key:x}"), 0, vec![0])).build()
 }
 
 fn many_tensors() -> Vec<u8> {
-    (0..50_000)
-        .fold(GgufWriter::default(), |writer, idx| {
-            writer.f32_tensor(&format!("{idx:x}"), &[1], &[0.0])
-        })
-        .build()
+    (0..50_000).fold(GgufWriter::default(), |writer, idx| writer.f32_tensor(&format!("{idx:x}"), &[1], &[0.0])).build()
 }
 
 /// The shortest entries there are: nothing but header.
 fn empty_tensors(count: usize, shape: &str) -> Vec<u8> {
-    let entries: Vec<String> = (0..count)
-        .map(|idx| format!(r#""{idx:x}":{{"dtype":"F4","shape":{shape},"data_offsets":[0,0]}}"#))
-        .collect();
+    let entries: Vec<String> =
+        (0..count).map(|idx| format!(r#""{idx:x}":{{"dtype":"F4","shape":{shape},"data_offsets":[0,0]}}"#)).collect();
     safetensors_image(&format!("{{{}}}", entries.join(",")), &[])
 }
 
 #[test]
 fn memory_is_bounded_by_the_input() {
-    for (count, length) in [
-        (2_000_000, 0),
-        (1_000_000, 8),
-        (100_000, 300),
-        (10, 3_000_000),
-        (1, 15 << 20),
-    ] {
-        check(
-            &format!("{count} strings of {length}"),
-            &many_strings(count, length),
-            parse_gguf,
-        );
+    for (count, length) in [(2_000_000, 0), (1_000_000, 8), (100_000, 300), (10, 3_000_000), (1, 15 << 20)] {
+        check(&format!("{count} strings of {length}"), &many_strings(count, length), parse_gguf);
     }
     check("claimed strings", &one_long_string_among_claimed_ones(), parse_gguf);
     check("keys", &many_keys(), parse_gguf);
     check("tensors", &many_tensors(), parse_gguf);
     for type_id in [0, 4, 7, 12] {
-        let bytes = GgufWriter::default()
-            .array("numbers", type_id, 1 << 20, vec![0; 8 << 20])
-            .build();
+        let bytes = GgufWriter::default().array("numbers", type_id, 1 << 20, vec![0; 8 << 20]).build();
         check("numbers", &bytes, parse_gguf);
     }
     for shape in ["[0]", "[]", "[0,0,0,0,0,0,0,0]"] {
         for count in [1000, 130_000, 150_000] {
-            check(
-                &format!("{count} entries of shape {shape}"),
-                &empty_tensors(count, shape),
-                parse_safetensors,
-            );
+            check(&format!("{count} entries of shape {shape}"), &empty_tensors(count, shape), parse_safetensors);
         }
     }
     let long = format!(r#"{{"{}":0}}"#, "x".repeat(32 << 20));
@@ -141,20 +110,8 @@ fn memory_is_bounded_by_the_input() {
         .f32s("scores", &[1.0])
         .f32_tensor("w", &[8], &[0.0; 8])
         .image();
-    let fields = [
-        "n_tensors",
-        "n_kv",
-        "text/len",
-        "text/value",
-        "w/len",
-        "w/dim0",
-        "w/offset",
-    ]
-    .map(|mark| (mark, 0));
-    for (mark, skip) in fields
-        .into_iter()
-        .chain([("tokens/value", 4), ("tokens/value", 12), ("scores/value", 4)])
-    {
+    let fields = ["n_tensors", "n_kv", "text/len", "text/value", "w/len", "w/dim0", "w/offset"].map(|mark| (mark, 0));
+    for (mark, skip) in fields.into_iter().chain([("tokens/value", 4), ("tokens/value", 12), ("scores/value", 4)]) {
         for claim in [1u64 << 20, 1 << 32, 1 << 63, u64::MAX] {
             check(mark, &image.with(mark, skip, &claim.to_le_bytes()), parse_gguf);
         }

@@ -23,19 +23,13 @@ fn gguf_sample() -> Vec<u8> {
 }
 
 fn safetensors_sample() -> Vec<u8> {
-    SafetensorsWriter::default()
-        .f32_tensor("first", &[2, 2], &[1.0; 4])
-        .tensor("second", "BF16", &[3], &[0; 6])
-        .build()
+    SafetensorsWriter::default().f32_tensor("first", &[2, 2], &[1.0; 4]).tensor("second", "BF16", &[3], &[0; 6]).build()
 }
 
 /// (position, new byte) pairs, and a length to cut to.
 fn damage() -> impl Strategy<Value = (Vec<(prop::sample::Index, u8)>, prop::sample::Index)> {
     let byte = prop_oneof![Just(0u8), Just(1), Just(0x7f), Just(0x80), Just(0xff), any::<u8>()];
-    (
-        prop::collection::vec((any::<prop::sample::Index>(), byte), 1..6),
-        any::<prop::sample::Index>(),
-    )
+    (prop::collection::vec((any::<prop::sample::Index>(), byte), 1..6), any::<prop::sample::Index>())
 }
 
 fn damaged(mut bytes: Vec<u8>, changes: &[(prop::sample::Index, u8)], cut: Option<&prop::sample::Index>) -> Vec<u8> {

@@ -31,14 +31,9 @@ fn zoo_folders_open() {
         let Some(path) = from_workspace(&format!("crates/testkit/zoo/{name}")) else {
             continue;
         };
-        let Checkpoint::HuggingFace(folder) = Checkpoint::open(&path).unwrap() else {
-            panic!("{name}: not a folder")
-        };
+        let Checkpoint::HuggingFace(folder) = Checkpoint::open(&path).unwrap() else { panic!("{name}: not a folder") };
         assert_eq!(folder.config().model_type, model_type);
-        assert_eq!(
-            matches!(folder.config().rope, RopeSettings::PerLayerType(_)),
-            by_layer_type
-        );
+        assert_eq!(matches!(folder.config().rope, RopeSettings::PerLayerType(_)), by_layer_type);
         assert_eq!(folder.generation().eos_token_ids, [2]);
         let tokenizer = folder.tokenizer().unwrap();
         assert!(tokenizer.chat_template.is_some() && tokenizer.config.eos_token.as_deref() == Some("<|im_end|>"));
@@ -47,17 +42,10 @@ fn zoo_folders_open() {
         let total: u64 = folder.weights().tensors().iter().map(|tensor| tensor.num_bytes()).sum();
         assert_eq!(total, folder.weights().total_bytes());
         for tensor in folder.weights().tensors() {
-            assert!(matches!(
-                tensor.tensor_type(),
-                Some(TensorType::BF16 | TensorType::F32 | TensorType::F16)
-            ));
+            assert!(matches!(tensor.tensor_type(), Some(TensorType::BF16 | TensorType::F32 | TensorType::F16)));
             let mut bytes = vec![0; usize::try_from(tensor.num_bytes()).unwrap()];
             folder.weights().read_all(tensor.name(), &mut bytes).unwrap();
-            assert!(
-                bytes.iter().any(|byte| *byte != 0),
-                "{name}: {} is all zero",
-                tensor.name()
-            );
+            assert!(bytes.iter().any(|byte| *byte != 0), "{name}: {} is all zero", tensor.name());
         }
     }
 }

@@ -46,10 +46,7 @@ fn tensors_are_listed_and_read() {
     std::fs::write(&path, sample()).unwrap();
     let weights = safetensors::open(&path).unwrap();
     let (tensor, ty) = weights.loadable("w").unwrap();
-    assert_eq!(
-        (ty, tensor.shape(), tensor.row_bytes(), tensor.num_rows()),
-        (TensorType::BF16, &[2, 3][..], 6, 2)
-    );
+    assert_eq!((ty, tensor.shape(), tensor.row_bytes(), tensor.num_rows()), (TensorType::BF16, &[2, 3][..], 6, 2));
     let mut row = [0; 6];
     weights.read_rows("w", 1, 1, &mut row).unwrap();
     assert_eq!(row, [7, 8, 9, 10, 11, 12]);
@@ -61,12 +58,7 @@ fn tensors_are_listed_and_read() {
 }
 
 fn assert_kind_of_read(error: FormatError) {
-    assert!(
-        error
-            .to_string()
-            .contains("tensor 'ids': tensor type I64 is not supported"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("tensor 'ids': tensor type I64 is not supported"), "{error}");
 }
 
 #[test]
@@ -87,10 +79,7 @@ fn truncation_at_every_byte() {
     let bytes = sample();
     for len in 0..bytes.len() {
         let error = refuse(&bytes[..len]);
-        assert!(
-            matches!(error.kind(), Kind::Truncated { .. } | Kind::TensorBeyondEnd { .. }),
-            "{len}: {error}"
-        );
+        assert!(matches!(error.kind(), Kind::Truncated { .. } | Kind::TensorBeyondEnd { .. }), "{len}: {error}");
     }
 }
 
@@ -179,10 +168,7 @@ fn duplicates() {
 fn dtypes_of_unknown_size() {
     let header = r#"{"a":{"dtype":"F3","shape":[1],"data_offsets":[0,4]}}"#;
     let error = refuse_header(header, 4);
-    assert!(
-        error.to_string().contains("tensor 'a': unknown tensor type F3"),
-        "{error}"
-    );
+    assert!(error.to_string().contains("tensor 'a': unknown tensor type F3"), "{error}");
     for dtype in ["Q4_0", "IQ4_NL", "f32", ""] {
         let header = header.replace("F3", dtype);
         assert_kind!(refuse_header(&header, 4), Kind::UnknownTensorType { .. }, "tensor 'a'");
@@ -194,39 +180,16 @@ fn byte_ranges() {
     let one = |shape: &str, begin: u64, end: u64| {
         format!(r#"{{"a":{{"dtype":"F32","shape":{shape},"data_offsets":[{begin},{end}]}}}}"#)
     };
-    assert_kind!(
-        refuse_header(&one("[2]", 0, 4), 4),
-        Kind::ByteRangeMismatch { .. },
-        "tensor 'a'"
-    );
-    assert_kind!(
-        refuse_header(&one("[]", 0, 8), 8),
-        Kind::ByteRangeMismatch { .. },
-        "tensor 'a'"
-    );
-    assert_kind!(
-        refuse_header(&one("[0]", 0, 4), 4),
-        Kind::ByteRangeMismatch { .. },
-        "tensor 'a'"
-    );
+    assert_kind!(refuse_header(&one("[2]", 0, 4), 4), Kind::ByteRangeMismatch { .. }, "tensor 'a'");
+    assert_kind!(refuse_header(&one("[]", 0, 8), 8), Kind::ByteRangeMismatch { .. }, "tensor 'a'");
+    assert_kind!(refuse_header(&one("[0]", 0, 4), 4), Kind::ByteRangeMismatch { .. }, "tensor 'a'");
     assert_kind!(refuse_header(&one("[1]", 8, 4), 8), Kind::Invalid { .. }, "tensor 'a'");
-    assert_kind!(
-        refuse_header(&one("[1]", 4, 8), 4),
-        Kind::TensorBeyondEnd { .. },
-        "tensor 'a'"
-    );
+    assert_kind!(refuse_header(&one("[1]", 4, 8), 4), Kind::TensorBeyondEnd { .. }, "tensor 'a'");
     let far = u64::MAX - 4;
-    assert_kind!(
-        refuse_header(&one("[1]", far, u64::MAX), 4),
-        Kind::TensorBeyondEnd { .. },
-        "tensor 'a'"
-    );
-    for shape in [
-        "[9223372036854775808]",
-        "[18446744073709551615]",
-        "[4294967296,4294967296]",
-        "[0,4294967296,4294967296]",
-    ] {
+    assert_kind!(refuse_header(&one("[1]", far, u64::MAX), 4), Kind::TensorBeyondEnd { .. }, "tensor 'a'");
+    for shape in
+        ["[9223372036854775808]", "[18446744073709551615]", "[4294967296,4294967296]", "[0,4294967296,4294967296]"]
+    {
         let error = refuse_header(&one(shape, 0, 4), 4);
         assert!(matches!(error.kind(), Kind::InvalidShape { .. }), "{error}");
     }
@@ -247,26 +210,10 @@ fn overlaps_and_holes() {
     };
     let good = safetensors_image(&two((4, 8), (0, 4)), &[0; 8]);
     safetensors::parse(&*good, good.len() as u64, Path::new("good")).unwrap();
-    assert_kind!(
-        refuse_header(&two((0, 8), (4, 8)), 8),
-        Kind::OverlappingTensor { .. },
-        "tensor 'b'"
-    );
-    assert_kind!(
-        refuse_header(&two((0, 8), (0, 8)), 8),
-        Kind::OverlappingTensor { .. },
-        "tensor 'b'"
-    );
-    assert_kind!(
-        refuse_header(&two((0, 4), (5, 8)), 8),
-        Kind::Hole { begin: 4, end: 5 },
-        "tensor 'b'"
-    );
-    assert_kind!(
-        refuse_header(&two((1, 4), (4, 8)), 8),
-        Kind::Hole { begin: 0, end: 1 },
-        "tensor 'a'"
-    );
+    assert_kind!(refuse_header(&two((0, 8), (4, 8)), 8), Kind::OverlappingTensor { .. }, "tensor 'b'");
+    assert_kind!(refuse_header(&two((0, 8), (0, 8)), 8), Kind::OverlappingTensor { .. }, "tensor 'b'");
+    assert_kind!(refuse_header(&two((0, 4), (5, 8)), 8), Kind::Hole { begin: 4, end: 5 }, "tensor 'b'");
+    assert_kind!(refuse_header(&two((1, 4), (4, 8)), 8), Kind::Hole { begin: 0, end: 1 }, "tensor 'a'");
     let error = refuse_header(&two((0, 4), (4, 8)), 9);
     assert!(matches!(error.kind(), Kind::Hole { begin: 8, end: 9 }), "{error}");
 }
@@ -274,11 +221,7 @@ fn overlaps_and_holes() {
 #[test]
 fn deep_nesting_does_not_overflow_the_stack() {
     let deep = format!("{}{}", "[".repeat(1_000_000), "]".repeat(1_000_000));
-    for header in [
-        deep.clone(),
-        format!(r#"{{"__metadata__":{deep}}}"#),
-        format!(r#"{{"a":{deep}}}"#),
-    ] {
+    for header in [deep.clone(), format!(r#"{{"__metadata__":{deep}}}"#), format!(r#"{{"a":{deep}}}"#)] {
         let error = refuse_header(&header, 0);
         assert!(matches!(error.kind(), Kind::Json { .. }), "{error}");
     }
@@ -286,9 +229,8 @@ fn deep_nesting_does_not_overflow_the_stack() {
 
 #[test]
 fn too_many_tensors() {
-    let entries: Vec<String> = (0..131_073)
-        .map(|idx| format!(r#""{idx}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#))
-        .collect();
+    let entries: Vec<String> =
+        (0..131_073).map(|idx| format!(r#""{idx}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}"#)).collect();
     let error = refuse_header(&format!("{{{}}}", entries.join(",")), 0);
     assert_kind!(error, Kind::LimitExceeded { .. }, "tensor '131072'");
 }
@@ -297,16 +239,10 @@ fn too_many_tensors() {
 fn strings_without_end_are_cut_off() {
     for string in ["x".repeat(1 << 21), "\\\"".repeat(1 << 20), "\\\\\\\"".repeat(1 << 19)] {
         let error = refuse_header(&format!(r#"{{"{string}":0}}"#), 0);
-        assert!(
-            matches!(error.kind(), Kind::Json { .. }) && error.to_string().contains("1 MiB"),
-            "{error}"
-        );
+        assert!(matches!(error.kind(), Kind::Json { .. }) && error.to_string().contains("1 MiB"), "{error}");
     }
     let error = refuse_header(
-        &format!(
-            r#"{{"{}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}"#,
-            "x".repeat(65_536)
-        ),
+        &format!(r#"{{"{}":{{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}}}"#, "x".repeat(65_536)),
         4,
     );
     assert!(matches!(error.kind(), Kind::Json { .. }), "{error}");

@@ -26,12 +26,7 @@ pub(crate) struct Entry {
 }
 
 const fn entry<A: Architecture>(dialect: Dialect, name: &'static str) -> Entry {
-    Entry {
-        dialect,
-        name,
-        read_spec: decoder::read_spec::<A>,
-        load: decoder::load::<A>,
-    }
+    Entry { dialect, name, read_spec: decoder::read_spec::<A>, load: decoder::load::<A> }
 }
 
 const TABLE: &[Entry] = &[
@@ -52,18 +47,8 @@ const TABLE: &[Entry] = &[
 /// # Errors
 /// The name is not in the table.
 pub(crate) fn find(dialect: Dialect, name: &str) -> Result<&'static Entry, ModelError> {
-    TABLE
-        .iter()
-        .find(|entry| entry.dialect == dialect && entry.name == name)
-        .ok_or_else(|| {
-            let supported: Vec<_> = TABLE
-                .iter()
-                .filter(|entry| entry.dialect == dialect)
-                .map(|entry| entry.name)
-                .collect();
-            ModelError::UnknownArchitecture {
-                architecture: name.into(),
-                supported: supported.join(", "),
-            }
-        })
+    TABLE.iter().find(|entry| entry.dialect == dialect && entry.name == name).ok_or_else(|| {
+        let supported: Vec<_> = TABLE.iter().filter(|entry| entry.dialect == dialect).map(|entry| entry.name).collect();
+        ModelError::UnknownArchitecture { architecture: name.into(), supported: supported.join(", ") }
+    })
 }

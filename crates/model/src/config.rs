@@ -64,13 +64,8 @@ const HARMLESS: &[&str] = &[
 ];
 
 /// Fields that the rope reader reads for every architecture.
-const ROPE_FIELDS: &[&str] = &[
-    "partial_rotary_factor",
-    "rope_local_base_freq",
-    "rope_parameters",
-    "rope_scaling",
-    "rope_theta",
-];
+const ROPE_FIELDS: &[&str] =
+    &["partial_rotary_factor", "rope_local_base_freq", "rope_parameters", "rope_scaling", "rope_theta"];
 
 /// The greatest size (layers, features, heads, rows, positions) that a configuration may state. Keeps
 /// every product of two sizes inside u64 and refuses nonsense early.
@@ -128,11 +123,7 @@ impl RawConfig {
     /// A field is missing, has the wrong type, or is unknown; the error names it.
     pub(crate) fn read<'a, T: Deserialize<'a>>(&'a self) -> Result<T, ModelError> {
         let (known, last_key) = (Cell::new(&[][..]), Cell::new(""));
-        let reader = FieldReader {
-            fields: &self.fields,
-            known: &known,
-            last_key: &last_key,
-        };
+        let reader = FieldReader { fields: &self.fields, known: &known, last_key: &last_key };
         let config = T::deserialize(reader).map_err(|error| {
             let detail = error.to_string();
             match missing_field(&detail) {
@@ -140,16 +131,8 @@ impl RawConfig {
                 None => self.bad(last_key.get(), &detail),
             }
         })?;
-        let is_known = |field: &str| {
-            [known.get(), HARMLESS, ROPE_FIELDS]
-                .iter()
-                .any(|list| list.contains(&field))
-        };
-        match self
-            .fields
-            .iter()
-            .find(|(field, value)| !is_known(field) && !is_off(value))
-        {
+        let is_known = |field: &str| [known.get(), HARMLESS, ROPE_FIELDS].iter().any(|list| list.contains(&field));
+        match self.fields.iter().find(|(field, value)| !is_known(field) && !is_off(value)) {
             Some((field, value)) => {
                 Err(self.unsupported(field, value, "the field is not understood and may change the result"))
             }
@@ -169,11 +152,7 @@ impl RawConfig {
 
     /// An error for a field that is missing or makes no sense.
     pub(crate) fn bad(&self, field: &str, detail: &str) -> ModelError {
-        ModelError::BadField {
-            path: self.path.clone(),
-            field: self.spelled(field),
-            detail: shortened(detail),
-        }
+        ModelError::BadField { path: self.path.clone(), field: self.spelled(field), detail: shortened(detail) }
     }
 
     /// A field's name as this file spells it.
@@ -213,10 +192,7 @@ impl RawConfig {
         if let Some(types) = layer_types
             && types.len() != num_layers
         {
-            return Err(self.bad(
-                "layer_types",
-                &format!("{} entries for {num_layers} layers", types.len()),
-            ));
+            return Err(self.bad("layer_types", &format!("{} entries for {num_layers} layers", types.len())));
         }
         if window == Some(0) {
             return Err(self.bad("sliding_window", "must not be 0"));
@@ -270,11 +246,7 @@ fn missing_field(message: &str) -> Option<&str> {
 /// Text from a file as it may be shown.
 fn shortened(text: &str) -> String {
     const SHOWN_CHARS: usize = 120;
-    let mut shown: String = text
-        .chars()
-        .take(SHOWN_CHARS)
-        .map(|c| if c.is_control() { ' ' } else { c })
-        .collect();
+    let mut shown: String = text.chars().take(SHOWN_CHARS).map(|c| if c.is_control() { ' ' } else { c }).collect();
     if text.chars().nth(SHOWN_CHARS).is_some() {
         shown.push('…');
     }
@@ -350,33 +322,18 @@ pub(crate) mod tests {
             "rope_theta": 1e4, "novel": false, "other": null, "list": [], "map": {}, "num_experts": 0
         }));
         let sample: Sample = config.read().unwrap();
-        assert_eq!(
-            (sample.hidden_size, sample.attention_bias, sample.window),
-            (8, false, None)
-        );
+        assert_eq!((sample.hidden_size, sample.attention_bias, sample.window), (8, false, None));
     }
 
     #[test]
     fn errors_name_the_field() {
         check(json!({}), "config.json: hidden_size: missing");
-        check(
-            json!({"hidden_size": "x"}),
-            "config.json: hidden_size: invalid type: string",
-        );
+        check(json!({"hidden_size": "x"}), "config.json: hidden_size: invalid type: string");
         check(json!({"hidden_size": -1}), "config.json: hidden_size: ");
         check(json!({"hidden_size": 8, "attention_bias": 3}), "attention_bias: ");
-        check(
-            json!({"hidden_size": 8, "logit_scale": 0.5}),
-            "logit_scale = 0.5 is not supported",
-        );
-        check(
-            json!({"hidden_size": 8, "quantization_config": {"bits": 4}}),
-            "quantization_config = {\"bits\":4}",
-        );
-        check(
-            json!({"hidden_size": 8, "use_novel_norm": true}),
-            "use_novel_norm = true",
-        );
+        check(json!({"hidden_size": 8, "logit_scale": 0.5}), "logit_scale = 0.5 is not supported");
+        check(json!({"hidden_size": 8, "quantization_config": {"bits": 4}}), "quantization_config = {\"bits\":4}");
+        check(json!({"hidden_size": 8, "use_novel_norm": true}), "use_novel_norm = true");
     }
 
     #[test]
@@ -385,28 +342,15 @@ pub(crate) mod tests {
         let types = |names: &[&str]| names.iter().map(|n| (*n).to_owned()).collect::<Vec<_>>();
         let sliding = KvKind::SlidingWindow { window: 4 };
         let listed = types(&["sliding_attention", "full_attention"]);
-        assert_eq!(
-            config.layer_kinds(2, Some(&listed), Some(4), |_| false).unwrap(),
-            [sliding, KvKind::Full]
-        );
-        assert_eq!(
-            config.layer_kinds(2, None, Some(4), |i| i == 1).unwrap(),
-            [KvKind::Full, sliding]
-        );
+        assert_eq!(config.layer_kinds(2, Some(&listed), Some(4), |_| false).unwrap(), [sliding, KvKind::Full]);
+        assert_eq!(config.layer_kinds(2, None, Some(4), |i| i == 1).unwrap(), [KvKind::Full, sliding]);
         for (types, window, expected) in [
             (types(&["full_attention"]), None, "layer_types: 1 entries for 2 layers"),
-            (
-                types(&["full_attention", "chunked_attention"]),
-                None,
-                "layer_types[1] = chunked_attention",
-            ),
+            (types(&["full_attention", "chunked_attention"]), None, "layer_types[1] = chunked_attention"),
             (listed.clone(), None, "sliding_window: missing"),
             (listed.clone(), Some(0), "sliding_window: must not be 0"),
         ] {
-            let error = config
-                .layer_kinds(2, Some(&types), window, |_| false)
-                .unwrap_err()
-                .to_string();
+            let error = config.layer_kinds(2, Some(&types), window, |_| false).unwrap_err().to_string();
             assert!(error.contains(expected), "expected {expected:?} in {error:?}");
         }
     }
@@ -415,10 +359,7 @@ pub(crate) mod tests {
     fn activations_by_name() {
         let config = raw(json!({}));
         assert_eq!(config.activation("hidden_act", "silu").unwrap(), Activation::Silu);
-        assert_eq!(
-            config.activation("hidden_act", "gelu_pytorch_tanh").unwrap(),
-            Activation::GeluTanh
-        );
+        assert_eq!(config.activation("hidden_act", "gelu_pytorch_tanh").unwrap(), Activation::GeluTanh);
         let error = config.activation("hidden_act", "relu2").unwrap_err().to_string();
         assert!(error.contains("hidden_act = relu2 is not supported"), "{error}");
     }

@@ -107,14 +107,8 @@ impl DecoderSpec {
             max_seq_len: self.max_seq_len,
             tied_embeddings: self.tied_embeddings,
             kv_groups: kv_groups::group_layers(&self.layer_kinds),
-            num_parameters: weights
-                .tensors()
-                .iter()
-                .fold(0, |n, info| elements(info.shape()).saturating_add(n)),
-            stored_bytes: weights
-                .tensors()
-                .iter()
-                .fold(0, |n, info| info.num_bytes().saturating_add(n)),
+            num_parameters: weights.tensors().iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),
+            stored_bytes: weights.tensors().iter().fold(0, |n, info| info.num_bytes().saturating_add(n)),
         }
     }
 }
@@ -148,14 +142,7 @@ pub(crate) fn load<A: Architecture>(
     let layers = places
         .into_iter()
         .enumerate()
-        .map(|(layer_idx, place)| {
-            architecture.load_layer(&LayerReader {
-                weights: &reader,
-                spec,
-                layer_idx,
-                place,
-            })
-        })
+        .map(|(layer_idx, place)| architecture.load_layer(&LayerReader { weights: &reader, spec, layer_idx, place }))
         .collect::<Result<Vec<_>, _>>()?;
     let final_norm = RmsNorm::load_outer(&reader, spec, Module::Outer("model.norm"))?;
     reader.finish(spec.tied_embeddings)?;
@@ -186,11 +173,7 @@ impl<L: DecoderLayer> CausalLm for Decoder<L> {
 
     fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
         let mut stream = ResidualStream::new(self.vocabulary.embed(&self.cx, input.token_ids)?);
-        let mut cx = StepContext {
-            rank: &self.cx,
-            batch: input.batch,
-            kv,
-        };
+        let mut cx = StepContext { rank: &self.cx, batch: input.batch, kv };
         for layer in &self.layers {
             layer.forward(&mut cx, &mut stream)?;
         }

@@ -30,10 +30,7 @@ pub(crate) fn group_layers(kinds: &[KvKind]) -> Vec<KvGroupSpec> {
         .into_iter()
         .flat_map(|(kind, layers)| {
             chunks(layers.len(), group_size)
-                .map(|range| KvGroupSpec {
-                    kind,
-                    layers: layers[range].to_vec(),
-                })
+                .map(|range| KvGroupSpec { kind, layers: layers[range].to_vec() })
                 .collect::<Vec<_>>()
         })
         .collect()
@@ -44,17 +41,12 @@ fn group_size(counts: &[usize]) -> usize {
     let scarcest = counts.iter().copied().min().unwrap_or(0);
     let total: usize = counts.iter().sum();
     let wasted = |size: usize| counts.iter().map(|n| n.div_ceil(size) * size - n).sum::<usize>();
-    (1..=scarcest)
-        .rev()
-        .find(|&size| wasted(size) * 10 <= total)
-        .unwrap_or(1)
+    (1..=scarcest).rev().find(|&size| wasted(size) * 10 <= total).unwrap_or(1)
 }
 
 /// `0..len` in pieces of `size`, the last one shorter where it must be.
 fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
-    (0..len)
-        .step_by(size.max(1))
-        .map(move |start| start..(start + size).min(len))
+    (0..len).step_by(size.max(1)).map(move |start| start..(start + size).min(len))
 }
 
 /// Where a layer's K and V live.
@@ -69,19 +61,10 @@ pub(crate) struct KvPlace {
 /// The place of every layer, by layer index.
 #[must_use]
 pub(crate) fn places(groups: &[KvGroupSpec], num_layers: usize) -> Vec<KvPlace> {
-    let mut places = vec![
-        KvPlace {
-            group_idx: 0,
-            layer_in_group: 0
-        };
-        num_layers
-    ];
+    let mut places = vec![KvPlace { group_idx: 0, layer_in_group: 0 }; num_layers];
     for (group_idx, group) in groups.iter().enumerate() {
         for (layer_in_group, &layer) in group.layers.iter().enumerate() {
-            places[layer] = KvPlace {
-                group_idx,
-                layer_in_group,
-            };
+            places[layer] = KvPlace { group_idx, layer_in_group };
         }
     }
     places
@@ -95,15 +78,7 @@ mod tests {
 
     /// Every `period`-th layer is full.
     fn pattern(num_layers: usize, period: usize) -> Vec<KvKind> {
-        (1..=num_layers)
-            .map(|i| {
-                if i.is_multiple_of(period) {
-                    KvKind::Full
-                } else {
-                    SLIDING
-                }
-            })
-            .collect()
+        (1..=num_layers).map(|i| if i.is_multiple_of(period) { KvKind::Full } else { SLIDING }).collect()
     }
 
     fn check(kinds: &[KvKind], expected_sizes: &[usize]) {
@@ -113,11 +88,7 @@ mod tests {
         assert_eq!(sizes, expected_sizes);
         let mut seen: Vec<usize> = groups.iter().flat_map(|g| g.layers.clone()).collect();
         seen.sort_unstable();
-        assert_eq!(
-            seen,
-            (0..kinds.len()).collect::<Vec<_>>(),
-            "every layer in exactly one group"
-        );
+        assert_eq!(seen, (0..kinds.len()).collect::<Vec<_>>(), "every layer in exactly one group");
         let places = places(&groups, kinds.len());
         for (layer, place) in places.iter().enumerate() {
             assert_eq!(groups[place.group_idx].layers[place.layer_in_group], layer);
@@ -145,17 +116,8 @@ mod tests {
         // 22 sliding, 4 full: groups of 4 waste 2 slots of 28.
         check(&pattern(26, 6), &[2, 4, 4, 4, 4, 4, 4]);
         // 5 sliding, 4 full: groups of 4 would waste 3 of 12; groups of 3 waste 1 + 2; of 2, 1.
-        let kinds = [
-            SLIDING,
-            SLIDING,
-            SLIDING,
-            SLIDING,
-            SLIDING,
-            KvKind::Full,
-            KvKind::Full,
-            KvKind::Full,
-            KvKind::Full,
-        ];
+        let kinds =
+            [SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, KvKind::Full, KvKind::Full, KvKind::Full, KvKind::Full];
         check(&kinds, &[1; 9]);
     }
 }

@@ -93,10 +93,7 @@ fn identify(checkpoint: &Checkpoint) -> Result<(&'static Entry, RawConfig), Mode
         }
         Checkpoint::HuggingFace(folder) => {
             let config = folder.config();
-            let name = config
-                .architectures
-                .first()
-                .map_or(config.model_type.as_str(), String::as_str);
+            let name = config.architectures.first().map_or(config.model_type.as_str(), String::as_str);
             let entry = arch::find(Dialect::HuggingFace, name)?;
             Ok((entry, RawConfig::from_hf(name.into(), config, weights.tensors().len())))
         }

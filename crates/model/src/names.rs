@@ -10,11 +10,8 @@ pub(crate) struct NameTable {
 }
 
 /// Outside the layers, in every family.
-const OUTER: &[(&str, &str)] = &[
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-];
+const OUTER: &[(&str, &str)] =
+    &[("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")];
 
 /// Llama, Mistral, Qwen2, Qwen3.
 pub(crate) const LLAMA: NameTable = NameTable {
@@ -72,31 +69,16 @@ struct Root {
 
 /// Where Hugging Face checkpoints put the decoder: alone, or inside a vision model (old and new form).
 const ROOTS: [Root; 3] = [
-    Root {
-        model: "model.",
-        head: "",
-    },
-    Root {
-        model: "language_model.model.",
-        head: "language_model.",
-    },
-    Root {
-        model: "model.language_model.",
-        head: "",
-    },
+    Root { model: "model.", head: "" },
+    Root { model: "language_model.model.", head: "language_model." },
+    Root { model: "model.language_model.", head: "" },
 ];
 
 impl Spelling {
     /// The spelling of a checkpoint that answers `has` for a tensor's name.
     pub(crate) fn find(dialect: Dialect, table: &'static NameTable, has: impl Fn(&str) -> bool) -> Self {
-        let found = ROOTS
-            .into_iter()
-            .find(|root| has(&format!("{}embed_tokens.weight", root.model)));
-        Self {
-            dialect,
-            table,
-            root: found.unwrap_or(ROOTS[0]),
-        }
+        let found = ROOTS.into_iter().find(|root| has(&format!("{}embed_tokens.weight", root.model)));
+        Self { dialect, table, root: found.unwrap_or(ROOTS[0]) }
     }
 
     /// The checkpoint's name of `module.kind` outside the layers; `module` is transformers' name.
@@ -132,10 +114,7 @@ impl Spelling {
 
 /// The GGUF name, or the module's own where the table has none (so that a gap shows as a missing tensor).
 fn lookup<'a>(table: &[(&str, &'a str)], module: &'a str) -> &'a str {
-    table
-        .iter()
-        .find(|(hf, _)| *hf == module)
-        .map_or(module, |(_, gguf)| *gguf)
+    table.iter().find(|(hf, _)| *hf == module).map_or(module, |(_, gguf)| *gguf)
 }
 
 #[cfg(test)]
@@ -147,32 +126,19 @@ mod tests {
         let hf = Spelling::find(Dialect::HuggingFace, &LLAMA, |name| name == "model.embed_tokens.weight");
         assert_eq!(hf.outer("model.embed_tokens", "weight"), "model.embed_tokens.weight");
         assert_eq!(hf.outer("lm_head", "weight"), "lm_head.weight");
-        assert_eq!(
-            hf.in_layer(3, "self_attn.q_proj", "bias"),
-            "model.layers.3.self_attn.q_proj.bias"
-        );
-        let gguf = Spelling {
-            dialect: Dialect::Gguf,
-            ..hf
-        };
+        assert_eq!(hf.in_layer(3, "self_attn.q_proj", "bias"), "model.layers.3.self_attn.q_proj.bias");
+        let gguf = Spelling { dialect: Dialect::Gguf, ..hf };
         assert_eq!(gguf.outer("lm_head", "weight"), "output.weight");
-        assert_eq!(
-            gguf.in_layer(3, "post_attention_layernorm", "weight"),
-            "blk.3.ffn_norm.weight"
-        );
+        assert_eq!(gguf.in_layer(3, "post_attention_layernorm", "weight"), "blk.3.ffn_norm.weight");
         let gemma = Spelling { table: &GEMMA3, ..gguf };
-        assert_eq!(
-            gemma.in_layer(0, "post_attention_layernorm", "weight"),
-            "blk.0.post_attention_norm.weight"
-        );
+        assert_eq!(gemma.in_layer(0, "post_attention_layernorm", "weight"), "blk.0.post_attention_norm.weight");
     }
 
     #[test]
     fn a_decoder_inside_a_vision_model() {
-        for (root, head) in [
-            ("language_model.model.", "language_model.lm_head.weight"),
-            ("model.language_model.", "lm_head.weight"),
-        ] {
+        for (root, head) in
+            [("language_model.model.", "language_model.lm_head.weight"), ("model.language_model.", "lm_head.weight")]
+        {
             let embedding = format!("{root}embed_tokens.weight");
             let hf = Spelling::find(Dialect::HuggingFace, &GEMMA3, |name| name == embedding);
             assert_eq!(hf.outer("model.norm", "weight"), format!("{root}norm.weight"));
@@ -185,19 +151,12 @@ mod tests {
 
     #[test]
     fn harmless_tensors() {
-        let hf = Spelling {
-            dialect: Dialect::HuggingFace,
-            table: &LLAMA,
-            root: ROOTS[0],
-        };
+        let hf = Spelling { dialect: Dialect::HuggingFace, table: &LLAMA, root: ROOTS[0] };
         assert!(hf.is_harmless("lm_head.weight", true));
         assert!(!hf.is_harmless("lm_head.weight", false));
         assert!(hf.is_harmless("model.layers.0.self_attn.rotary_emb.inv_freq", false));
         assert!(!hf.is_harmless("vision_tower.x", false));
-        let gguf = Spelling {
-            dialect: Dialect::Gguf,
-            ..hf
-        };
+        let gguf = Spelling { dialect: Dialect::Gguf, ..hf };
         assert!(!gguf.is_harmless("output.weight", true));
     }
 }

@@ -62,11 +62,7 @@ pub(crate) struct RopeSettings {
 /// stretched.
 #[must_use]
 pub(crate) fn yarn_magnitude(factor: f64, mscale: f64) -> f64 {
-    if factor <= 1.0 {
-        1.0
-    } else {
-        0.1 * mscale * factor.ln() + 1.0
-    }
+    if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }
 
 impl RopeSettings {
@@ -85,11 +81,7 @@ impl RopeSettings {
                 round(scaled / divisors.map_or(1.0, |d| f64::from(d[i])))
             })
             .collect();
-        RopeTable {
-            inv_freq,
-            magnitude: round(magnitude),
-            style,
-        }
+        RopeTable { inv_freq, magnitude: round(magnitude), style }
     }
 
     /// `theta ^ (-2i / rotary_dim)`.
@@ -101,12 +93,7 @@ impl RopeSettings {
         match self.scaling {
             RopeScaling::Default => freq,
             RopeScaling::Linear { factor } => freq / factor,
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_len,
-            } => {
+            RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_len } => {
                 let wavelength = TAU / freq;
                 if wavelength < original_len / high_freq_factor {
                     freq
@@ -127,14 +114,7 @@ impl RopeSettings {
 
     /// Where yarn's ramp over dimensions begins and ends.
     fn yarn_ramp(&self) -> (f64, f64) {
-        let RopeScaling::Yarn {
-            original_len,
-            beta_fast,
-            beta_slow,
-            truncate,
-            ..
-        } = self.scaling
-        else {
+        let RopeScaling::Yarn { original_len, beta_fast, beta_slow, truncate, .. } = self.scaling else {
             return (0.0, 1.0);
         };
         let dim = self.rotary_dim as f64;
@@ -159,62 +139,34 @@ mod tests {
     use super::*;
 
     fn settings(theta: f64, rotary_dim: usize, scaling: RopeScaling) -> RopeSettings {
-        RopeSettings {
-            theta,
-            rotary_dim,
-            scaling,
-            magnitude: 1.0,
-        }
+        RopeSettings { theta, rotary_dim, scaling, magnitude: 1.0 }
     }
 
     fn check(settings: &RopeSettings, expected: &[f32], magnitude: f32) {
         let table = settings.table(RopeStyle::Half, None);
         assert_eq!(table.inv_freq.len(), settings.rotary_dim / 2);
         for (i, (got, want)) in table.inv_freq.iter().zip(expected).enumerate() {
-            assert!(
-                (got - want).abs() <= 2e-6 * want.abs(),
-                "frequency {i}: expected {want}, got {got}"
-            );
+            assert!((got - want).abs() <= 2e-6 * want.abs(), "frequency {i}: expected {want}, got {got}");
         }
-        assert!(
-            (table.magnitude - magnitude).abs() < 1e-6,
-            "magnitude {}",
-            table.magnitude
-        );
+        assert!((table.magnitude - magnitude).abs() < 1e-6, "magnitude {}", table.magnitude);
     }
 
     #[test]
     fn default_and_linear() {
-        check(
-            &settings(10_000.0, 8, RopeScaling::Default),
-            &[1.0, 0.1, 0.01, 0.001],
-            1.0,
-        );
-        check(
-            &settings(10_000.0, 8, RopeScaling::Linear { factor: 4.0 }),
-            &[0.25, 0.025, 0.0025, 0.000_25],
-            1.0,
-        );
+        check(&settings(10_000.0, 8, RopeScaling::Default), &[1.0, 0.1, 0.01, 0.001], 1.0);
+        check(&settings(10_000.0, 8, RopeScaling::Linear { factor: 4.0 }), &[0.25, 0.025, 0.0025, 0.000_25], 1.0);
     }
 
     #[test]
     fn llama3_keeps_high_ramps_middle_and_divides_low() {
         // Wavelengths 2π · {1, 10, 100, 1000}; original 512: kept below 128, divided above 512.
-        let scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_len: 512.0,
-        };
+        let scaling =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_len: 512.0 };
         let ramp = settings(10_000.0, 8, scaling);
         check(&ramp, &[1.0, 0.1, 0.01 / 8.0, 0.001 / 8.0], 1.0);
 
-        let scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_len: 1024.0,
-        };
+        let scaling =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_len: 1024.0 };
         let kept = (1024.0 / (TAU * 100.0) - 1.0) / 3.0;
         #[allow(clippy::cast_possible_truncation)] // a test's expectation
         let middle = ((1.0 - kept) * 0.01 / 8.0 + kept * 0.01) as f32;
@@ -243,10 +195,7 @@ mod tests {
             .collect();
         check(&ramp, &expected, 1.138_629_4);
         let (low, high) = settings(10_000.0, 32, scaling(false)).yarn_ramp();
-        assert!(
-            (low - 2.828).abs() < 1e-3 && (high - 8.848).abs() < 1e-3,
-            "{low} {high}"
-        );
+        assert!((low - 2.828).abs() < 1e-3 && (high - 8.848).abs() < 1e-3, "{low} {high}");
     }
 
     #[test]

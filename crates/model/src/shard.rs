@@ -25,11 +25,7 @@ pub(crate) enum ShardError {
     KvHeads { num_kv_heads: usize, world_size: usize },
     /// Some rank would be left without features.
     #[error("{len} features in pieces of {granule} do not cover {world_size} ranks")]
-    Features {
-        len: usize,
-        granule: usize,
-        world_size: usize,
-    },
+    Features { len: usize, granule: usize, world_size: usize },
 }
 
 /// The heads of one rank.
@@ -61,10 +57,7 @@ impl Shard {
             let ranks_per_head = world_size / num_kv_heads;
             rank / ranks_per_head..rank / ranks_per_head + 1
         } else {
-            return Err(ShardError::KvHeads {
-                num_kv_heads,
-                world_size,
-            });
+            return Err(ShardError::KvHeads { num_kv_heads, world_size });
         };
         Ok(HeadShard { heads, kv_heads })
     }
@@ -75,11 +68,7 @@ impl Shard {
         let Shard { rank, world_size } = self;
         let pieces = len / granule;
         if !len.is_multiple_of(granule) || pieces < world_size {
-            return Err(ShardError::Features {
-                len,
-                granule,
-                world_size,
-            });
+            return Err(ShardError::Features { len, granule, world_size });
         }
         let (each, spare) = (pieces / world_size, pieces % world_size);
         let start = |rank: usize| (rank * each + rank.min(spare)) * granule;
@@ -97,13 +86,7 @@ mod tests {
 
     #[test]
     fn a_single_rank_has_everything() {
-        assert_eq!(
-            Shard::SOLO.heads(9, 3),
-            Ok(HeadShard {
-                heads: 0..9,
-                kv_heads: 0..3
-            })
-        );
+        assert_eq!(Shard::SOLO.heads(9, 3), Ok(HeadShard { heads: 0..9, kv_heads: 0..3 }));
         assert_eq!(Shard::SOLO.features(1536, 256), Ok(0..1536));
     }
 
@@ -145,36 +128,10 @@ mod tests {
     #[test]
     fn impossible_cuts_are_refused() {
         let two = Shard { rank: 1, world_size: 2 };
-        assert_eq!(
-            two.heads(9, 3),
-            Err(ShardError::QueryHeads {
-                num_heads: 9,
-                world_size: 2
-            })
-        );
+        assert_eq!(two.heads(9, 3), Err(ShardError::QueryHeads { num_heads: 9, world_size: 2 }));
         let four = Shard { rank: 0, world_size: 4 };
-        assert_eq!(
-            four.heads(12, 3),
-            Err(ShardError::KvHeads {
-                num_kv_heads: 3,
-                world_size: 4
-            })
-        );
-        assert_eq!(
-            four.features(512, 256),
-            Err(ShardError::Features {
-                len: 512,
-                granule: 256,
-                world_size: 4
-            })
-        );
-        assert_eq!(
-            two.features(100, 32),
-            Err(ShardError::Features {
-                len: 100,
-                granule: 32,
-                world_size: 2
-            })
-        );
+        assert_eq!(four.heads(12, 3), Err(ShardError::KvHeads { num_kv_heads: 3, world_size: 4 }));
+        assert_eq!(four.features(512, 256), Err(ShardError::Features { len: 512, granule: 256, world_size: 4 }));
+        assert_eq!(two.features(100, 32), Err(ShardError::Features { len: 100, granule: 32, world_size: 2 }));
     }
 }

@@ -102,10 +102,7 @@ impl<'a> WeightReader<'a> {
 
     /// This rank among its peers.
     pub(crate) fn shard(&self) -> Shard {
-        Shard {
-            rank: self.cx.collective.rank(),
-            world_size: self.cx.collective.world_size(),
-        }
+        Shard { rank: self.cx.collective.rank(), world_size: self.cx.collective.world_size() }
     }
 
     /// Who wrote the checkpoint.
@@ -151,24 +148,15 @@ impl<'a> WeightReader<'a> {
         };
         let bytes_before = row_bytes(cols.start)?;
         let kept_row_bytes = row_bytes(cols.len())?;
-        let desc = WeightDesc {
-            name: name.clone(),
-            dtype,
-            rows: rows.len(),
-            cols: cols.len(),
-        };
+        let desc = WeightDesc { name: name.clone(), dtype, rows: rows.len(), cols: cols.len() };
         let mut staging = Vec::new();
         let weight = self.cx.backend.load_weight(desc, &mut |first_row, num_rows, out| {
             if kept_row_bytes == stored_row_bytes {
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, out)?;
             } else {
                 staging.resize(num_rows * stored_row_bytes, 0);
-                self.weights
-                    .read_rows(&name, rows.start + first_row, num_rows, &mut staging)?;
-                for (row, kept) in staging
-                    .chunks_exact(stored_row_bytes)
-                    .zip(out.chunks_exact_mut(kept_row_bytes))
-                {
+                self.weights.read_rows(&name, rows.start + first_row, num_rows, &mut staging)?;
+                for (row, kept) in staging.chunks_exact(stored_row_bytes).zip(out.chunks_exact_mut(kept_row_bytes)) {
                     kept.copy_from_slice(&row[bytes_before..bytes_before + kept_row_bytes]);
                 }
             }
@@ -226,15 +214,9 @@ impl<'a> WeightReader<'a> {
             .iter()
             .find(|info| !taken.contains(info.name()) && !self.spelling.is_harmless(info.name(), tied_embeddings));
         if let Some(info) = unread {
-            return Err(self.error(
-                info.name(),
-                "not used by this architecture; the result would be wrong".into(),
-            ));
+            return Err(self.error(info.name(), "not used by this architecture; the result would be wrong".into()));
         }
-        (self.progress)(LoadProgress {
-            bytes_done: self.bytes_total,
-            bytes_total: self.bytes_total,
-        });
+        (self.progress)(LoadProgress { bytes_done: self.bytes_total, bytes_total: self.bytes_total });
         Ok(())
     }
 
@@ -269,28 +251,20 @@ impl<'a> WeightReader<'a> {
 
     fn on_device(&self, name: &str, values: &[f32]) -> Result<Tensor, ModelError> {
         let tensor = self.cx.backend.load_vector(name, values)?;
-        self.bytes_on_device
-            .set(self.bytes_on_device.get() + tensor.buffer().len_bytes() as u64);
+        self.bytes_on_device.set(self.bytes_on_device.get() + tensor.buffer().len_bytes() as u64);
         Ok(tensor)
     }
 
     fn account(&self, name: String, info: &TensorInfo, bytes_on_device: usize) {
-        self.bytes_on_device
-            .set(self.bytes_on_device.get() + bytes_on_device as u64);
+        self.bytes_on_device.set(self.bytes_on_device.get() + bytes_on_device as u64);
         if self.taken.borrow_mut().insert(name) {
             self.bytes_read.set(self.bytes_read.get() + info.num_bytes());
-            (self.progress)(LoadProgress {
-                bytes_done: self.bytes_read.get(),
-                bytes_total: self.bytes_total,
-            });
+            (self.progress)(LoadProgress { bytes_done: self.bytes_read.get(), bytes_total: self.bytes_total });
         }
     }
 
     fn misshaped(&self, info: &TensorInfo, expected: &[usize]) -> ModelError {
-        self.error(
-            info.name(),
-            format!("expected shape {expected:?}, got {:?}", info.shape()),
-        )
+        self.error(info.name(), format!("expected shape {expected:?}, got {:?}", info.shape()))
     }
 
     fn error(&self, tensor: &str, detail: String) -> ModelError {
@@ -298,11 +272,7 @@ impl<'a> WeightReader<'a> {
             Some(info) => self.weights.file_of(info).display().to_string(),
             None => self.path.to_owned(),
         };
-        ModelError::Tensor {
-            path,
-            tensor: tensor.into(),
-            detail,
-        }
+        ModelError::Tensor { path, tensor: tensor.into(), detail }
     }
 }
 
@@ -312,10 +282,7 @@ fn floats_from_bytes(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => halves().map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
         DType::BF16 => halves().map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
-        _ => bytes
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))
-            .collect(),
+        _ => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
     }
 }
 

@@ -10,11 +10,8 @@ use pagemill_formats::{Checkpoint, TensorType, Weights};
 use pagemill_model::{KvKind, ModelError, ModelSpec, read_spec};
 use std::path::PathBuf;
 
-const OUTER: [(&str, &str); 3] = [
-    ("model.embed_tokens", "token_embd"),
-    ("model.norm", "output_norm"),
-    ("lm_head", "output"),
-];
+const OUTER: [(&str, &str); 3] =
+    [("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("lm_head", "output")];
 const LLAMA: &[(&str, &str)] = &[
     ("input_layernorm", "attn_norm"),
     ("post_attention_layernorm", "ffn_norm"),
@@ -60,10 +57,7 @@ fn floats(weights: &Weights, name: &str) -> Vec<f32> {
     match tensor_type {
         TensorType::F16 => halves.map(|b| half::f16::from_le_bytes(b).to_f32()).collect(),
         TensorType::BF16 => halves.map(|b| half::bf16::from_le_bytes(b).to_f32()).collect(),
-        TensorType::F32 => bytes
-            .chunks_exact(4)
-            .map(|b| f32::from_le_bytes(b.try_into().unwrap()))
-            .collect(),
+        TensorType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect(),
         other => panic!("{other:?}"),
     }
 }
@@ -134,12 +128,7 @@ fn check(name: &str, writer: &GgufWriter) {
 #[test]
 fn llama() {
     let writer = convert("llama", "llama", Family::Llama);
-    check(
-        "llama",
-        &writer
-            .f32("llama.rope.freq_base", 1e4)
-            .u32("llama.rope.dimension_count", 32),
-    );
+    check("llama", &writer.f32("llama.rope.freq_base", 1e4).u32("llama.rope.dimension_count", 32));
 }
 
 #[test]
@@ -158,9 +147,11 @@ fn llama_with_rope_divisors() {
             }
         })
         .collect();
-    let writer = convert("llama3-rope", "llama", Family::Llama)
-        .f32("llama.rope.freq_base", 5e5)
-        .f32_tensor("rope_freqs.weight", &[16], &divisors);
+    let writer = convert("llama3-rope", "llama", Family::Llama).f32("llama.rope.freq_base", 5e5).f32_tensor(
+        "rope_freqs.weight",
+        &[16],
+        &divisors,
+    );
     check("llama3-rope", &writer);
 }
 
@@ -177,18 +168,12 @@ fn llama_with_yarn_and_biases() {
 
 #[test]
 fn qwen2() {
-    check(
-        "qwen2",
-        &convert("qwen2", "qwen2", Family::Qwen).f32("qwen2.rope.freq_base", 1e6),
-    );
+    check("qwen2", &convert("qwen2", "qwen2", Family::Qwen).f32("qwen2.rope.freq_base", 1e6));
 }
 
 #[test]
 fn qwen3() {
-    check(
-        "qwen3",
-        &convert("qwen3", "qwen3", Family::Qwen).f32("qwen3.rope.freq_base", 1e6),
-    );
+    check("qwen3", &convert("qwen3", "qwen3", Family::Qwen).f32("qwen3.rope.freq_base", 1e6));
 }
 
 fn gemma() -> GgufWriter {
@@ -226,27 +211,12 @@ fn refused(writer: &GgufWriter, expected: &str) {
 #[test]
 fn keys_that_are_not_understood_are_refused_by_name() {
     let llama = || convert("llama", "llama", Family::Llama);
-    refused(
-        &llama().u32("llama.expert_count", 8),
-        "llama.expert_count = 8 is not supported",
-    );
+    refused(&llama().u32("llama.expert_count", 8), "llama.expert_count = 8 is not supported");
     refused(&llama().f32("llama.logit_scale", 0.5), "llama.logit_scale = 0.5");
-    refused(
-        &llama().u32("llama.attention.sliding_window", 64),
-        "llama.attention.sliding_window = 64",
-    );
-    refused(
-        &llama().str("llama.rope.scaling.type", "longrope"),
-        "llama.rope.scaling.type = \"longrope\"",
-    );
-    refused(
-        &llama().str("llama.rope.scaling.type", "linear"),
-        "llama.rope.scaling.factor: missing",
-    );
-    refused(
-        &llama().u32("llama.rope.dimension_count", 33),
-        "llama.rope.dimension_count",
-    );
+    refused(&llama().u32("llama.attention.sliding_window", 64), "llama.attention.sliding_window = 64");
+    refused(&llama().str("llama.rope.scaling.type", "longrope"), "llama.rope.scaling.type = \"longrope\"");
+    refused(&llama().str("llama.rope.scaling.type", "linear"), "llama.rope.scaling.factor: missing");
+    refused(&llama().u32("llama.rope.dimension_count", 33), "llama.rope.dimension_count");
     refused(&llama().f32("llama.rope.freq_base", f32::NAN), "llama.rope.freq_base");
     refused(&llama().strings("llama.tags", &["x"]), "llama.tags");
     let softcap = gemma().f32("gemma3.attn_logit_softcapping", 50.0);
@@ -257,14 +227,9 @@ fn keys_that_are_not_understood_are_refused_by_name() {
 fn shapes_that_are_not_computed_are_refused() {
     let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
     let spec = read_spec(&checkpoint).unwrap();
-    let missing = GgufWriter::default()
-        .str("general.architecture", "llama")
-        .u32("llama.block_count", 4);
+    let missing = GgufWriter::default().str("general.architecture", "llama").u32("llama.block_count", 4);
     refused(&missing, "llama.attention.head_count: missing");
-    refused(
-        &keys("llama", &spec),
-        "llama.block_count: 4 layers in a file of 0 tensors",
-    );
+    refused(&keys("llama", &spec), "llama.block_count: 4 layers in a file of 0 tensors");
     refused(
         &keys("mamba", &spec),
         "architecture \"mamba\" is not supported; supported are llama, qwen2, qwen3, gemma3",
@@ -277,10 +242,7 @@ fn shapes_that_are_not_computed_are_refused() {
         .u32("llama.feed_forward_length", 8)
         .f32("llama.attention.layer_norm_rms_epsilon", 1e-6);
     refused(
-        &other_value
-            .clone()
-            .u32("llama.attention.head_count", 2)
-            .u32("llama.attention.value_length", 8),
+        &other_value.clone().u32("llama.attention.head_count", 2).u32("llama.attention.value_length", 8),
         "llama.attention.value_length = 8 is not supported",
     );
     refused(
@@ -296,20 +258,11 @@ fn shapes_that_are_not_computed_are_refused() {
 #[test]
 fn tensors_are_accounted_for() {
     let llama = || convert("llama", "llama", Family::Llama);
-    refused(
-        &llama().f32_tensor("blk.0.attn_sinks.weight", &[4], &[0.0; 4]),
-        "\"blk.0.attn_sinks.weight\": not used",
-    );
+    refused(&llama().f32_tensor("blk.0.attn_sinks.weight", &[4], &[0.0; 4]), "\"blk.0.attn_sinks.weight\": not used");
     refused(
         &llama().f32_tensor("rope_freqs.weight", &[8], &[1.0; 8]),
         "\"rope_freqs.weight\": expected shape [16], got [8]",
     );
-    refused(
-        &llama().f32_tensor("rope_freqs.weight", &[16], &[0.0; 16]),
-        "\"rope_freqs.weight\": holds a divisor",
-    );
-    refused(
-        &gemma().f32_tensor("rope_freqs.weight", &[32], &[1.0; 32]),
-        "\"rope_freqs.weight\": not used",
-    );
+    refused(&llama().f32_tensor("rope_freqs.weight", &[16], &[0.0; 16]), "\"rope_freqs.weight\": holds a divisor");
+    refused(&gemma().f32_tensor("rope_freqs.weight", &[32], &[1.0; 32]), "\"rope_freqs.weight\": not used");
 }

@@ -16,21 +16,12 @@ fn inputs(file: &str, reference: &str) -> Option<(PathBuf, Value)> {
         return None;
     };
     let path = Path::new(&folder).join(file);
-    let reference = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../../shared/reference")
-        .join(reference);
+    let reference = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../../shared/reference").join(reference);
     if !path.exists() || !reference.exists() {
-        println!(
-            "SKIPPED {file}: {} or {} is not there",
-            path.display(),
-            reference.display()
-        );
+        println!("SKIPPED {file}: {} or {} is not there", path.display(), reference.display());
         return None;
     }
-    Some((
-        path,
-        serde_json::from_slice(&std::fs::read(reference).unwrap()).unwrap(),
-    ))
+    Some((path, serde_json::from_slice(&std::fs::read(reference).unwrap()).unwrap()))
 }
 
 /// The largest error among the top ten, over all prompts, with activations of one kind.
@@ -47,12 +38,7 @@ fn worst_error(path: &Path, reference: &Value, activations: ActivationMode) -> f
             worst = worst.max((last[id] - entry["logprob"].as_f64().unwrap()).abs());
         }
         if activations == ActivationMode::F32 {
-            assert_eq!(
-                u64::from(argmax(&last)),
-                top[0]["id"].as_u64().unwrap(),
-                "{}",
-                prompt["prompt"]
-            );
+            assert_eq!(u64::from(argmax(&last)), top[0]["id"].as_u64().unwrap(), "{}", prompt["prompt"]);
         }
     }
     worst
@@ -71,10 +57,7 @@ fn check(file: &str, reference: &str) {
 
 #[test]
 fn smollm2() {
-    check(
-        "SmolLM2-135M-Instruct.Q4_1.gguf",
-        "top10_f32_smollm2-135m-instruct-q4_1.json",
-    );
+    check("SmolLM2-135M-Instruct.Q4_1.gguf", "top10_f32_smollm2-135m-instruct-q4_1.json");
 }
 
 #[test]

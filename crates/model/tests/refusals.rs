@@ -37,16 +37,10 @@ fn message(path: &Path) -> String {
 fn refused(name: &str, changes: Value, expected: &str) {
     let folder = with_config(name, &changes);
     let message = message(folder.path());
-    assert!(
-        message.contains(expected),
-        "{name} {changes}: expected {expected:?} in {message:?}"
-    );
+    assert!(message.contains(expected), "{name} {changes}: expected {expected:?} in {message:?}");
     assert!(message.contains("config.json"), "the file is named: {message:?}");
     let spec = Checkpoint::open(folder.path()).map(|checkpoint| read_spec(&checkpoint).is_err());
-    assert!(
-        spec.unwrap_or(true),
-        "read_spec refuses what load refuses: {name} {changes}"
-    );
+    assert!(spec.unwrap_or(true), "read_spec refuses what load refuses: {name} {changes}");
 }
 
 fn accepted(name: &str, changes: &Value) {
@@ -61,56 +55,29 @@ fn unknown_architectures_are_named() {
     let folder = with_config("llama", &json!({"architectures": ["MambaForCausalLM"]}));
     let message = message(folder.path());
     assert!(message.contains("\"MambaForCausalLM\" is not supported"), "{message}");
-    assert!(
-        message.contains("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"),
-        "{message}"
-    );
+    assert!(message.contains("LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM"), "{message}");
 }
 
 #[test]
 fn fields_that_change_the_result_are_named() {
     for name in harness::ZOO {
         refused(name, json!({"logit_scale": 0.0625}), "logit_scale = 0.0625");
-        refused(
-            name,
-            json!({"quantization_config": {"quant_method": "fp8"}}),
-            "quantization_config = ",
-        );
+        refused(name, json!({"quantization_config": {"quant_method": "fp8"}}), "quantization_config = ");
         refused(name, json!({"num_experts": 8}), "num_experts = 8");
-        refused(
-            name,
-            json!({"embedding_multiplier": 12.0}),
-            "embedding_multiplier = 12.0",
-        );
+        refused(name, json!({"embedding_multiplier": 12.0}), "embedding_multiplier = 12.0");
     }
     refused("llama", json!({"sliding_window": 64}), "sliding_window = 64");
     refused("mistral-swa", json!({"attention_bias": true}), "attention_bias = true");
-    refused(
-        "gemma3",
-        json!({"attn_logit_softcapping": 50.0}),
-        "attn_logit_softcapping = 50.0",
-    );
-    refused(
-        "gemma3",
-        json!({"use_bidirectional_attention": true}),
-        "use_bidirectional_attention = true",
-    );
-    refused(
-        "gemma3",
-        json!({"final_logit_softcapping": -1.0}),
-        "final_logit_softcapping: -1 must be above 0",
-    );
+    refused("gemma3", json!({"attn_logit_softcapping": 50.0}), "attn_logit_softcapping = 50.0");
+    refused("gemma3", json!({"use_bidirectional_attention": true}), "use_bidirectional_attention = true");
+    refused("gemma3", json!({"final_logit_softcapping": -1.0}), "final_logit_softcapping: -1 must be above 0");
     refused("gemma3", json!({"query_pre_attn_scalar": 0}), "query_pre_attn_scalar");
 }
 
 #[test]
 fn activations_and_rope_types_are_named() {
     refused("llama", json!({"hidden_act": "relu"}), "hidden_act = relu");
-    refused(
-        "gemma3",
-        json!({"hidden_activation": "gelu"}),
-        "hidden_activation = gelu",
-    );
+    refused("gemma3", json!({"hidden_activation": "gelu"}), "hidden_activation = gelu");
     let longrope = json!({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}});
     refused("llama", longrope, "rope_parameters.rope_type = \"longrope\"");
     let dynamic = json!({"rope_scaling": {"type": "dynamic", "factor": 2.0}});
@@ -126,34 +93,14 @@ fn sizes_that_make_no_sense_are_named() {
     refused("llama", json!({"hidden_size": null}), "hidden_size: missing");
     refused("llama", json!({"hidden_size": "128"}), "hidden_size: invalid type");
     refused("llama", json!({"hidden_size": 0}), "hidden_size: 0 is outside");
-    refused(
-        "llama",
-        json!({"num_hidden_layers": 1_000_000_000}),
-        "num_hidden_layers: 1000000000 layers",
-    );
+    refused("llama", json!({"num_hidden_layers": 1_000_000_000}), "num_hidden_layers: 1000000000 layers");
     refused("llama", json!({"num_hidden_layers": 0}), "num_hidden_layers: 0 layers");
-    refused(
-        "llama",
-        json!({"num_attention_heads": 0}),
-        "num_attention_heads: 0 is outside",
-    );
-    refused(
-        "llama",
-        json!({"num_key_value_heads": 3}),
-        "num_key_value_heads: 3 does not divide 4",
-    );
+    refused("llama", json!({"num_attention_heads": 0}), "num_attention_heads: 0 is outside");
+    refused("llama", json!({"num_key_value_heads": 3}), "num_key_value_heads: 3 does not divide 4");
     refused("llama", json!({"head_dim": 33}), "33");
-    refused(
-        "llama",
-        json!({"vocab_size": 1u64 << 40}),
-        "vocab_size: 1099511627776 is outside",
-    );
+    refused("llama", json!({"vocab_size": 1u64 << 40}), "vocab_size: 1099511627776 is outside");
     refused("llama", json!({"rms_norm_eps": 0.0}), "rms_norm_eps: 0 must be above 0");
-    refused(
-        "qwen3",
-        json!({"layer_types": ["full_attention"]}),
-        "layer_types: 1 entries for 2 layers",
-    );
+    refused("qwen3", json!({"layer_types": ["full_attention"]}), "layer_types: 1 entries for 2 layers");
     let chunked = json!({"layer_types": ["full_attention", "chunked_attention"]});
     refused("qwen3", chunked, "layer_types[1] = chunked_attention");
     let unmeant = json!({"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64});
@@ -168,10 +115,7 @@ fn harmless_fields_pass() {
     );
     accepted("mistral-swa", &json!({"sliding_window": null}));
     accepted("qwen2", &json!({"sliding_window": 64, "max_window_layers": 1}));
-    accepted(
-        "gemma3",
-        &json!({"use_bidirectional_attention": false, "final_logit_softcapping": 30.0}),
-    );
+    accepted("gemma3", &json!({"use_bidirectional_attention": false, "final_logit_softcapping": 30.0}));
 }
 
 #[test]
@@ -180,11 +124,7 @@ fn windows_of_some_layers_only() {
         json!({"use_sliding_window": true, "sliding_window": 64, "max_window_layers": 1, "layer_types": null});
     let folder = with_config("qwen2", &changes);
     let spec = read_spec(&Checkpoint::open(folder.path()).unwrap()).unwrap();
-    let layers: Vec<_> = spec
-        .kv_groups
-        .iter()
-        .map(|group| (group.kind, group.layers.clone()))
-        .collect();
+    let layers: Vec<_> = spec.kv_groups.iter().map(|group| (group.kind, group.layers.clone())).collect();
     let sliding = pagemill_model::KvKind::SlidingWindow { window: 64 };
     assert_eq!(layers, [(pagemill_model::KvKind::Full, vec![0]), (sliding, vec![1])]);
 }
@@ -235,10 +175,7 @@ fn every_missing_tensor_is_named() {
             let edit = |info: &TensorInfo| if info.name() == missing { Edit::Drop } else { Edit::Keep };
             let folder = with_tensors(name, &json!({}), edit, &[]);
             let message = message(folder.path());
-            assert!(
-                message.contains(&format!("tensor {missing:?}: missing")),
-                "{name}: {message}"
-            );
+            assert!(message.contains(&format!("tensor {missing:?}: missing")), "{name}: {message}");
         }
     }
 }
@@ -247,12 +184,8 @@ fn every_missing_tensor_is_named() {
 fn every_misshaped_tensor_is_named() {
     for name in ["llama-yarn", "gemma3"] {
         let checkpoint = Checkpoint::open(&zoo(name)).unwrap();
-        let tensors: Vec<_> = checkpoint
-            .weights()
-            .tensors()
-            .iter()
-            .map(|info| (info.name().to_owned(), info.shape().to_vec()))
-            .collect();
+        let tensors: Vec<_> =
+            checkpoint.weights().tensors().iter().map(|info| (info.name().to_owned(), info.shape().to_vec())).collect();
         for (wrong, shape) in tensors.iter().filter(|(name, _)| !name.contains("layers.0.")) {
             // The same bytes under another shape.
             let other: Vec<u64> = match shape.as_slice() {
@@ -261,19 +194,12 @@ fn every_misshaped_tensor_is_named() {
                 _ => unreachable!(),
             };
             let edit = |info: &TensorInfo| {
-                if info.name() == wrong {
-                    Edit::Shape(other.clone())
-                } else {
-                    Edit::Keep
-                }
+                if info.name() == wrong { Edit::Shape(other.clone()) } else { Edit::Keep }
             };
             let folder = with_tensors(name, &json!({}), edit, &[]);
             let message = message(folder.path());
             let expected = format!("tensor {wrong:?}: expected shape {shape:?}, got {other:?}");
-            assert!(
-                message.contains(&expected),
-                "{name}: expected {expected:?} in {message:?}"
-            );
+            assert!(message.contains(&expected), "{name}: expected {expected:?} in {message:?}");
             assert!(message.contains("model.safetensors"), "{message}");
         }
     }
@@ -282,17 +208,10 @@ fn every_misshaped_tensor_is_named() {
 #[test]
 fn unknown_tensors_are_named() {
     let keep = |_: &TensorInfo| Edit::Keep;
-    for extra in [
-        "model.layers.0.self_attn.sinks",
-        "model.layers.0.self_attn.q_proj.bias",
-        "visual.patch.weight",
-    ] {
+    for extra in ["model.layers.0.self_attn.sinks", "model.layers.0.self_attn.q_proj.bias", "visual.patch.weight"] {
         let folder = with_tensors("llama", &json!({}), keep, &[(extra, &[128])]);
         let message = message(folder.path());
-        assert!(
-            message.contains(&format!("tensor {extra:?}: not used by this architecture")),
-            "{message}"
-        );
+        assert!(message.contains(&format!("tensor {extra:?}: not used by this architecture")), "{message}");
     }
     let rename = |info: &TensorInfo| match info.name() {
         "model.norm.weight" => Edit::Rename("model.final_norm.weight"),
@@ -305,10 +224,8 @@ fn unknown_tensors_are_named() {
 #[test]
 fn harmless_tensors_pass_and_change_nothing() {
     let keep = |_: &TensorInfo| Edit::Keep;
-    let extra: [(&str, &[u64]); 2] = [
-        ("lm_head.weight", &[512, 128]),
-        ("model.layers.0.self_attn.rotary_emb.inv_freq", &[16]),
-    ];
+    let extra: [(&str, &[u64]); 2] =
+        [("lm_head.weight", &[512, 128]), ("model.layers.0.self_attn.rotary_emb.inv_freq", &[16])];
     let folder = with_tensors("llama3-rope", &json!({}), keep, &extra);
     harness::check_goldens("llama3-rope", folder.path());
 }

@@ -56,27 +56,17 @@ impl Collective for Local {
 
     fn all_gather_cols(&self, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
         let parts = self.exchange(x)?;
-        let rows = |row: usize| {
-            parts
-                .iter()
-                .flat_map(move |part| &part[row * x.cols()..(row + 1) * x.cols()])
-        };
+        let rows = |row: usize| parts.iter().flat_map(move |part| &part[row * x.cols()..(row + 1) * x.cols()]);
         let gathered: Vec<f32> = (0..x.rows()).flat_map(rows).copied().collect();
         self.backend.from_host(&gathered, out)
     }
 
     fn send(&self, _x: &Tensor, _peer: usize) -> Result<(), BackendError> {
-        Err(BackendError::Collective {
-            op: "send",
-            detail: "one stage only".into(),
-        })
+        Err(BackendError::Collective { op: "send", detail: "one stage only".into() })
     }
 
     fn recv(&self, _out: &mut Tensor, _peer: usize) -> Result<(), BackendError> {
-        Err(BackendError::Collective {
-            op: "recv",
-            detail: "one stage only".into(),
-        })
+        Err(BackendError::Collective { op: "recv", detail: "one stage only".into() })
     }
 }
 
@@ -87,21 +77,10 @@ fn ranks(world_size: usize) -> Vec<RankContext> {
     });
     (0..world_size)
         .map(|rank| {
-            let config = CpuConfig {
-                num_threads: Some(1),
-                ..CpuConfig::default()
-            };
+            let config = CpuConfig { num_threads: Some(1), ..CpuConfig::default() };
             let backend = Arc::new(CpuBackend::new(config).unwrap());
-            let collective = Local {
-                rank,
-                world_size,
-                backend: backend.clone(),
-                exchange: exchange.clone(),
-            };
-            RankContext {
-                backend,
-                collective: Arc::new(collective),
-            }
+            let collective = Local { rank, world_size, backend: backend.clone(), exchange: exchange.clone() };
+            RankContext { backend, collective: Arc::new(collective) }
         })
         .collect()
 }
@@ -130,20 +109,10 @@ fn two_and_four_ranks_give_what_one_gives() {
         let solo = logprobs(name, 1, tokens).remove(0);
         for world_size in [2, 4] {
             let ranks = logprobs(name, world_size, tokens);
-            assert!(
-                ranks.iter().all(|rank| *rank == ranks[0]),
-                "{name}: ranks agree bit for bit"
-            );
-            let differences = ranks[0]
-                .iter()
-                .flatten()
-                .zip(solo.iter().flatten())
-                .map(|(a, b)| (a - b).abs());
+            assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{name}: ranks agree bit for bit");
+            let differences = ranks[0].iter().flatten().zip(solo.iter().flatten()).map(|(a, b)| (a - b).abs());
             let worst = differences.fold(0.0, f64::max);
-            assert!(
-                worst < 5e-4,
-                "{name} on {world_size} ranks: log-probabilities differ by {worst}"
-            );
+            assert!(worst < 5e-4, "{name} on {world_size} ranks: log-probabilities differ by {worst}");
         }
     }
 }
@@ -152,10 +121,7 @@ fn two_and_four_ranks_give_what_one_gives() {
 fn ranks_hold_shares_of_the_weights() {
     let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
     let bytes = |world_size: usize| -> Vec<u64> {
-        ranks(world_size)
-            .iter()
-            .map(|cx| load(&checkpoint, cx, &|_| {}).unwrap().weight_bytes())
-            .collect()
+        ranks(world_size).iter().map(|cx| load(&checkpoint, cx, &|_| {}).unwrap().weight_bytes()).collect()
     };
     let (solo, pair) = (bytes(1)[0], bytes(2));
     assert_eq!(pair[0], pair[1]);
@@ -166,10 +132,7 @@ fn ranks_hold_shares_of_the_weights() {
 #[test]
 fn a_cut_that_cannot_be_made_names_the_tensor() {
     let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
-    let error = load(&checkpoint, &ranks(3)[0], &|_| {})
-        .map(|_| ())
-        .unwrap_err()
-        .to_string();
+    let error = load(&checkpoint, &ranks(3)[0], &|_| {}).map(|_| ()).unwrap_err().to_string();
     assert!(
         error.contains("\"model.layers.0.self_attn.q_proj.weight\": 4 query heads do not divide over 3"),
         "{error}"

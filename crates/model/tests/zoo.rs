@@ -78,20 +78,13 @@ fn a_mixed_batch_changes_no_bit() {
         let document = ids(&golden(name)["document"]["ids"]);
         // Sixteen sequences of 1 to 121 tokens, in three steps of uneven pieces.
         let lengths: Vec<usize> = (0..16).map(|i| 1 + i * 8).collect();
-        let alone: Vec<_> = lengths
-            .iter()
-            .map(|n| bits_in_chunks(name, &document[..*n], 512))
-            .collect();
+        let alone: Vec<_> = lengths.iter().map(|n| bits_in_chunks(name, &document[..*n], 512)).collect();
         let mut rig = Rig::zoo(name, 16 * 128);
         let mut sequences: Vec<_> = lengths.iter().map(|_| rig.sequence()).collect();
         let mut rows_seen = 0;
         for step in 1..=3 {
             let end = |i: usize| {
-                if i % 5 < step {
-                    lengths[i] * step / 3
-                } else {
-                    lengths[i] * (step - 1) / 3
-                }
+                if i % 5 < step { lengths[i] * step / 3 } else { lengths[i] * (step - 1) / 3 }
             };
             let mut planned = Vec::new();
             let mut work = Vec::new();
@@ -107,18 +100,11 @@ fn a_mixed_batch_changes_no_bit() {
             let logits = rig.logits(&hidden, &all);
             for ((owner, position), (hidden, logits)) in planned.iter().zip(rig.rows(&hidden).iter().zip(&logits)) {
                 let got: Vec<u32> = hidden.iter().chain(logits).map(|x| x.to_bits()).collect();
-                assert!(
-                    got == alone[*owner][*position],
-                    "{name}: sequence {owner}, position {position}"
-                );
+                assert!(got == alone[*owner][*position], "{name}: sequence {owner}, position {position}");
                 rows_seen += 1;
             }
         }
-        assert_eq!(
-            rows_seen,
-            lengths.iter().sum::<usize>(),
-            "{name}: every token was compared"
-        );
+        assert_eq!(rows_seen, lengths.iter().sum::<usize>(), "{name}: every token was compared");
     }
 }
 
@@ -156,11 +142,7 @@ fn half_precision_cache_stays_close() {
             let mut rig = Rig::new(&zoo(name), ActivationMode::default(), dtype, document.len());
             let mut sequence = rig.sequence();
             let logprobs = rig.logprobs(&mut sequence, &document[..document.len() - 1], 512);
-            logprobs
-                .iter()
-                .zip(&document[1..])
-                .map(|(row, next)| -row[*next as usize])
-                .sum::<f64>()
+            logprobs.iter().zip(&document[1..]).map(|(row, next)| -row[*next as usize]).sum::<f64>()
         });
         nll.sort_unstable_by(f64::total_cmp);
         assert!(nll[1] / nll[0] - 1.0 < 1e-3, "{name}: {nll:?}");
@@ -174,11 +156,7 @@ fn specs_state_the_shapes() {
         let spec = read_spec(&checkpoint).unwrap();
         let golden = golden(name);
         assert_eq!(spec.num_parameters, golden["num_params"].as_u64().unwrap(), "{name}");
-        assert_eq!(
-            (spec.hidden_size, spec.vocab_size, spec.max_seq_len),
-            (128, 512, 4096),
-            "{name}"
-        );
+        assert_eq!((spec.hidden_size, spec.vocab_size, spec.max_seq_len), (128, 512, 4096), "{name}");
         let mut layers: Vec<usize> = spec.kv_groups.iter().flat_map(|group| group.layers.clone()).collect();
         layers.sort_unstable();
         assert_eq!(layers, (0..spec.num_layers).collect::<Vec<_>>(), "{name}");
@@ -187,10 +165,7 @@ fn specs_state_the_shapes() {
     let kinds: Vec<_> = gemma.kv_groups.iter().map(|group| group.kind).collect();
     let sliding = KvKind::SlidingWindow { window: 64 };
     assert_eq!(kinds, [sliding, sliding, KvKind::Full]);
-    assert_eq!(
-        (gemma.num_kv_heads, gemma.head_dim, gemma.tied_embeddings),
-        (1, 64, true)
-    );
+    assert_eq!((gemma.num_kv_heads, gemma.head_dim, gemma.tied_embeddings), (1, 64, true));
     let mistral = read_spec(&Checkpoint::open(&zoo("mistral-swa")).unwrap()).unwrap();
     assert_eq!(mistral.kv_groups.len(), 1);
     assert_eq!(mistral.kv_groups[0].kind, KvKind::SlidingWindow { window: 96 });
@@ -205,9 +180,6 @@ fn progress_rises_to_the_whole() {
     let seen = seen.into_inner();
     assert!(seen.is_sorted_by_key(|progress| progress.bytes_done));
     assert_eq!(seen.last().unwrap().bytes_done, model.spec().stored_bytes);
-    assert!(
-        seen.iter()
-            .all(|progress| progress.bytes_total == model.spec().stored_bytes)
-    );
+    assert!(seen.iter().all(|progress| progress.bytes_total == model.spec().stored_bytes));
     assert!(model.weight_bytes() >= model.spec().stored_bytes);
 }

@@ -142,15 +142,9 @@ impl PagedKvCache {
     /// blocks than ids); configurations are validated before they come here.
     #[must_use]
     pub fn new(config: KvCacheConfig) -> Self {
-        assert!(
-            config.block_size > 0 && config.prefill_chunk_size > 0,
-            "a block and a chunk hold at least one token"
-        );
+        assert!(config.block_size > 0 && config.prefill_chunk_size > 0, "a block and a chunk hold at least one token");
         assert!(!config.groups.is_empty(), "a model has at least one cache group");
-        assert!(
-            !config.groups.contains(&CacheGroup::SlidingWindow { window: 0 }),
-            "a window holds at least one token"
-        );
+        assert!(!config.groups.contains(&CacheGroup::SlidingWindow { window: 0 }), "a window holds at least one token");
         let num_blocks = u32::try_from(config.num_blocks).unwrap_or(u32::MAX);
         assert!(num_blocks < u32::MAX, "block ids are 32 bits wide");
         Self {
@@ -207,20 +201,12 @@ impl PagedKvCache {
 
     /// Blocks that a sequence holds at most on its way from `num_computed` to `num_tokens` tokens.
     pub(crate) fn blocks_to_reach(&self, num_computed: usize, num_tokens: usize) -> usize {
-        let KvCacheConfig {
-            groups,
-            block_size,
-            prefill_chunk_size,
-            ..
-        } = &self.config;
+        let KvCacheConfig { groups, block_size, prefill_chunk_size, .. } = &self.config;
         if self.config.layout == KvLayout::Contiguous {
             return groups.len() * self.reserved_blocks();
         }
         let chunk = num_tokens.saturating_sub(num_computed).clamp(1, *prefill_chunk_size);
-        groups
-            .iter()
-            .map(|group| group.blocks_held_at_most(num_tokens, chunk, *block_size))
-            .sum()
+        groups.iter().map(|group| group.blocks_held_at_most(num_tokens, chunk, *block_size)).sum()
     }
 
     /// Blocks of one group of one sequence under [`KvLayout::Contiguous`].
@@ -264,11 +250,7 @@ impl PagedKvCache {
         for block_idx in 0..limit {
             let hash = chain.extend_to(tokens, *block_size, block_idx + 1)[block_idx];
             for (group, run) in (0u32..).zip(runs.iter_mut()) {
-                *run = if self.blocks.index.find(BlockKey { hash, group }).is_some() {
-                    *run + 1
-                } else {
-                    0
-                };
+                *run = if self.blocks.index.find(BlockKey { hash, group }).is_some() { *run + 1 } else { 0 };
             }
             let n = block_idx + 1;
             let serves = |(group, run): (&CacheGroup, &usize)| {
@@ -277,28 +259,18 @@ impl PagedKvCache {
             if groups.iter().zip(&runs).all(serves) {
                 best = n;
             }
-            if groups
-                .iter()
-                .zip(&runs)
-                .any(|(group, &run)| *group == CacheGroup::Full && run < n)
-            {
+            if groups.iter().zip(&runs).any(|(group, &run)| *group == CacheGroup::Full && run < n) {
                 break;
             }
         }
         let hit = self.hit_of(chain.extend_to(tokens, *block_size, best));
-        PrefixHit {
-            queried: tokens.len(),
-            ..hit
-        }
+        PrefixHit { queried: tokens.len(), ..hit }
     }
 
     /// The hit on exactly the blocks that `hashes` name.
     fn hit_of(&self, hashes: &[u128]) -> PrefixHit {
         let block_size = self.config.block_size;
-        let mut hit = PrefixHit {
-            num_tokens: hashes.len() * block_size,
-            ..PrefixHit::default()
-        };
+        let mut hit = PrefixHit { num_tokens: hashes.len() * block_size, ..PrefixHit::default() };
         for (group_idx, group) in (0u32..).zip(&self.config.groups) {
             let first = group.first_block_read(hit.num_tokens, block_size);
             let mut entries = vec![BlockId::NONE; first.min(hashes.len())];
@@ -323,10 +295,7 @@ impl PagedKvCache {
     /// from a look-up with no change to the cache since; the default hit means a cold start.
     pub fn start_sequence(&mut self, id: SequenceId, hit: PrefixHit) -> Result<(), OutOfBlocks> {
         assert!(!self.tables.contains_key(&id), "{id:?} already holds blocks");
-        let mut table = BlockTable {
-            groups: vec![GroupTable::default(); self.config.groups.len()],
-            num_registered: 0,
-        };
+        let mut table = BlockTable { groups: vec![GroupTable::default(); self.config.groups.len()], num_registered: 0 };
         if self.config.layout == KvLayout::Contiguous {
             self.reserve(&mut table)?;
         }
@@ -367,8 +336,7 @@ impl PagedKvCache {
             panic!("{id:?} holds no table");
         };
         let block_size = self.config.block_size;
-        self.blocks
-            .extend(table, (start / block_size, end.div_ceil(block_size)), copies)
+        self.blocks.extend(table, (start / block_size, end.div_ceil(block_size)), copies)
     }
 
     /// The step that made these copies is done: their sources may be reused.
@@ -382,11 +350,7 @@ impl PagedKvCache {
     #[must_use]
     pub fn block_tables(&self, id: SequenceId, num_tokens: usize) -> Vec<Vec<BlockId>> {
         let num_blocks = num_tokens.div_ceil(self.config.block_size);
-        self.table(id)
-            .groups
-            .iter()
-            .map(|group| group.blocks[..num_blocks].to_vec())
-            .collect()
+        self.table(id).groups.iter().map(|group| group.blocks[..num_blocks].to_vec()).collect()
     }
 
     fn table(&self, id: SequenceId) -> &BlockTable {
@@ -402,19 +366,13 @@ impl PagedKvCache {
     /// Of two sequences that computed the same block, the first keeps the name.
     pub fn mark_computed(&mut self, id: SequenceId, chain: &mut BlockHashChain, tokens: &[u32], num_computed: usize) {
         let reads_prefixes = self.reads_prefixes();
-        let KvCacheConfig {
-            groups,
-            block_size,
-            layout,
-            ..
-        } = &self.config;
+        let KvCacheConfig { groups, block_size, layout, .. } = &self.config;
         let Some(table) = self.tables.get_mut(&id) else {
             panic!("{id:?} holds no table");
         };
         let num_full = num_computed / block_size;
         if reads_prefixes && num_full > table.num_registered {
-            self.blocks
-                .register(table, chain.extend_to(tokens, *block_size, num_full));
+            self.blocks.register(table, chain.extend_to(tokens, *block_size, num_full));
         }
         if *layout == KvLayout::Paged {
             self.blocks.reclaim(table, groups, num_computed, *block_size);

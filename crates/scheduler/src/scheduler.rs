@@ -94,14 +94,8 @@ impl DynamicBatchScheduler {
     /// in a step); configurations are validated before they come here.
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Self {
-        assert!(
-            config.max_batch_size > 0 && config.prefill_chunk_size > 0,
-            "a step computes at least one token"
-        );
-        assert!(
-            config.max_batch_tokens >= config.max_batch_size,
-            "a step has room for one token of each sequence"
-        );
+        assert!(config.max_batch_size > 0 && config.prefill_chunk_size > 0, "a step computes at least one token");
+        assert!(config.max_batch_tokens >= config.max_batch_size, "a step has room for one token of each sequence");
         Self {
             config,
             sequences: HashMap::default(),
@@ -134,15 +128,9 @@ impl DynamicBatchScheduler {
         assert!(request.n > 0, "{:?} asks for no choice", request.id);
         assert!(!self.requests.contains_key(&request.id), "{:?} is in use", request.id);
         let (chunk, sized_for) = (self.config.prefill_chunk_size, kv_cache.config().prefill_chunk_size);
-        assert!(
-            chunk <= sized_for,
-            "chunks of {chunk} tokens; the KV cache counts on {sized_for} at most"
-        );
+        assert!(chunk <= sized_for, "chunks of {chunk} tokens; the KV cache counts on {sized_for} at most");
         self.check_limits(&request, kv_cache)?;
-        let live = LiveRequest {
-            num_choices: request.n,
-            num_live: request.n,
-        };
+        let live = LiveRequest { num_choices: request.n, num_live: request.n };
         self.requests.insert(request.id, live);
         let sequence = Sequence::first_choice(request, self.config.ageing_us);
         self.waiting.insert(sequence.rank);
@@ -151,20 +139,12 @@ impl DynamicBatchScheduler {
     }
 
     fn check_limits(&self, request: &RequestSpec, kv_cache: &PagedKvCache) -> Admission {
-        let SchedulerConfig {
-            max_batch_size,
-            max_seq_len,
-            max_waiting,
-            ..
-        } = self.config;
+        let SchedulerConfig { max_batch_size, max_seq_len, max_waiting, .. } = self.config;
         if request.prompt.is_empty() {
             return Err(Refusal::EmptyPrompt);
         }
         if request.n as usize > max_batch_size {
-            return Err(Refusal::TooManyChoices {
-                n: request.n,
-                max_batch_size,
-            });
+            return Err(Refusal::TooManyChoices { n: request.n, max_batch_size });
         }
         let tokens = request.prompt.len().saturating_add(request.max_tokens);
         if tokens > max_seq_len {
@@ -172,11 +152,7 @@ impl DynamicBatchScheduler {
         }
         let (needed, available) = (kv_cache.blocks_needed(tokens), kv_cache.config().num_blocks);
         if needed > available {
-            return Err(Refusal::NeverFits {
-                needed,
-                available,
-                block_size: kv_cache.config().block_size,
-            });
+            return Err(Refusal::NeverFits { needed, available, block_size: kv_cache.config().block_size });
         }
         if self.waiting.len() >= max_waiting {
             return Err(Refusal::QueueFull { limit: max_waiting });
@@ -198,11 +174,7 @@ impl DynamicBatchScheduler {
     /// Ends one choice (its stop string was found), as [`Self::abort`] does. No event. Before the
     /// request's first token all choices are still one sequence, so this ends all of them.
     pub fn finish_sequence(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache) {
-        if self
-            .sequences
-            .get(&id)
-            .is_some_and(|sequence| sequence.num_unforked > 0)
-        {
+        if self.sequences.get(&id).is_some_and(|sequence| sequence.num_unforked > 0) {
             self.abort(id.request, kv_cache);
         } else {
             self.end_sequence(id, kv_cache);
@@ -231,10 +203,7 @@ impl DynamicBatchScheduler {
         self.counters.peak_running = self.counters.peak_running.max(self.running.len());
         self.counters.padding_tokens += step.num_padding() as u64;
         if step.is_empty() {
-            return StepPlan {
-                step: self.step,
-                ..StepPlan::default()
-            };
+            return StepPlan { step: self.step, ..StepPlan::default() };
         }
         self.step += 1;
         let (plan, in_flight) = step.finish(self.step);

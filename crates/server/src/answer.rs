@@ -78,11 +78,8 @@ impl Answer {
                 last_token: None,
             }));
         }
-        let prompts = prompts.into_iter().map(|prepared| PromptState {
-            prepared,
-            logprobs: Vec::new(),
-            cached_tokens: 0,
-        });
+        let prompts =
+            prompts.into_iter().map(|prepared| PromptState { prepared, logprobs: Vec::new(), cached_tokens: 0 });
         Ok(Self {
             n,
             prompts: prompts.collect(),
@@ -127,11 +124,7 @@ impl Answer {
             }
         };
         match event {
-            EngineEvent::Token {
-                choice,
-                token,
-                logprobs,
-            } => {
+            EngineEvent::Token { choice, token, logprobs } => {
                 let Some(index) = self.running(prompt_idx, choice) else {
                     return Ok(None);
                 };
@@ -171,9 +164,8 @@ impl Answer {
     /// # Errors
     /// 500 when the engine failed.
     pub(crate) async fn collect(&mut self, mut generation: Generation) -> Result<Vec<(Delta, Finish)>, ApiError> {
-        let mut collected: Vec<(Delta, Finish)> = (0..self.num_choices())
-            .map(|_| (Delta::default(), Finish::Length))
-            .collect();
+        let mut collected: Vec<(Delta, Finish)> =
+            (0..self.num_choices()).map(|_| (Delta::default(), Finish::Length)).collect();
         while !self.is_complete() {
             let event = generation.next().await.ok_or_else(cut_short)?;
             if let Some(output) = self.apply(event, &mut generation)? {
@@ -202,10 +194,7 @@ impl Answer {
     /// The index of a choice that still runs.
     fn running(&self, prompt_idx: usize, choice: u32) -> Option<usize> {
         let index = prompt_idx.checked_mul(self.n)?.checked_add(choice as usize)?;
-        self.choices
-            .get(index)
-            .filter(|c| c.choice.finish().is_none())
-            .map(|_| index)
+        self.choices.get(index).filter(|c| c.choice.finish().is_none()).map(|_| index)
     }
 
     fn output(&mut self, index: usize, delta: Delta, finish: Option<Finish>) -> Option<Output> {
@@ -216,8 +205,7 @@ impl Answer {
                 let usage = self.usage();
                 let decoding = self.first_token.map(|first| first.elapsed()).unwrap_or_default();
                 let latency = self.arrival.elapsed();
-                self.metrics
-                    .request_ended(latency, decoding, usage.prompt_tokens, usage.completion_tokens);
+                self.metrics.request_ended(latency, decoding, usage.prompt_tokens, usage.completion_tokens);
             }
         }
         (finish.is_some() || !delta.is_empty()).then_some(Output { index, delta, finish })
@@ -245,11 +233,7 @@ impl Answer {
                 logprobs,
             }));
         }
-        Delta {
-            text: echo.text.clone(),
-            entries,
-            token_ids: Vec::new(),
-        }
+        Delta { text: echo.text.clone(), entries, token_ids: Vec::new() }
     }
 
     fn note_cached(&mut self, prompt_idx: usize, cached_tokens: usize) {

@@ -72,19 +72,12 @@ fn from_gguf(file: &GgufFile) -> Result<TextAssets, AssetsError> {
         unknown: text_of(found.unknown_id),
         pad: text_of(found.padding_id),
     };
-    let template = found
-        .chat_template
-        .map(|source| ChatTemplate::new(Some(source), tokens));
+    let template = found.chat_template.map(|source| ChatTemplate::new(Some(source), tokens));
     let template = template.transpose().map_err(text_error)?;
     let tokenizer = Tokenizer::from_gguf(vocabulary(&found)).map_err(text_error)?;
     let mut eos_token_ids: Vec<u32> = tokenizer.end_of_generation().collect();
     eos_token_ids.sort_unstable();
-    Ok(TextAssets {
-        tokenizer: Arc::new(tokenizer),
-        template,
-        eos_token_ids,
-        defaults: SamplingDefaults::default(),
-    })
+    Ok(TextAssets { tokenizer: Arc::new(tokenizer), template, eos_token_ids, defaults: SamplingDefaults::default() })
 }
 
 fn vocabulary(found: &GgufTokenizer<'_>) -> GgufVocabulary {
@@ -94,10 +87,7 @@ fn vocabulary(found: &GgufTokenizer<'_>) -> GgufVocabulary {
         tokens: found.tokens.iter().map(str::to_owned).collect(),
         scores: found.scores.map(<[f32]>::to_vec).unwrap_or_default(),
         token_types: found.token_types.clone().unwrap_or_default(),
-        merges: found
-            .merges
-            .map(|m| m.iter().map(str::to_owned).collect())
-            .unwrap_or_default(),
+        merges: found.merges.map(|m| m.iter().map(str::to_owned).collect()).unwrap_or_default(),
         bos: found.bos_id,
         eos: found.eos_id,
         eot: found.eot_id,
@@ -113,17 +103,11 @@ fn vocabulary(found: &GgufTokenizer<'_>) -> GgufVocabulary {
 fn from_folder(folder: &HfFolder) -> Result<TextAssets, AssetsError> {
     let found = folder.tokenizer()?;
     let path = folder.path().display().to_string();
-    let text_error = |source| AssetsError::Text {
-        path: path.clone(),
-        source,
-    };
+    let text_error = |source| AssetsError::Text { path: path.clone(), source };
     let generation = folder.generation();
     // generation_config.json wins over config.json, as in the reference.
-    let eos = if generation.eos_token_ids.is_empty() {
-        &folder.config().eos_token_ids
-    } else {
-        &generation.eos_token_ids
-    };
+    let eos =
+        if generation.eos_token_ids.is_empty() { &folder.config().eos_token_ids } else { &generation.eos_token_ids };
     let config = &found.config;
     let options = HfTokenizerOptions {
         bos_token: config.bos_token.clone(),
@@ -140,21 +124,13 @@ fn from_folder(folder: &HfFolder) -> Result<TextAssets, AssetsError> {
         unknown: config.unk_token.clone(),
         pad: config.pad_token.clone(),
     };
-    let template = found
-        .chat_template
-        .as_deref()
-        .map(|source| ChatTemplate::new(Some(source), tokens));
+    let template = found.chat_template.as_deref().map(|source| ChatTemplate::new(Some(source), tokens));
     let template = template.transpose().map_err(text_error)?;
     let tokenizer = Tokenizer::from_hf(&found.tokenizer_json, &options).map_err(text_error)?;
     let mut eos_token_ids: Vec<u32> = tokenizer.end_of_generation().collect();
     eos_token_ids.sort_unstable();
     let defaults = sampling_defaults(folder, &path)?;
-    Ok(TextAssets {
-        tokenizer: Arc::new(tokenizer),
-        template,
-        eos_token_ids,
-        defaults,
-    })
+    Ok(TextAssets { tokenizer: Arc::new(tokenizer), template, eos_token_ids, defaults })
 }
 
 /// `do_sample: false` means that the authors decode greedily.
@@ -162,23 +138,9 @@ fn sampling_defaults(folder: &HfFolder, path: &str) -> Result<SamplingDefaults, 
     let g = folder.generation();
     let greedy = (g.do_sample == Some(false)).then_some(0.0);
     Ok(SamplingDefaults {
-        temperature: checked(
-            path,
-            "temperature",
-            greedy.or(g.temperature),
-            0.0,
-            2.0,
-            "must lie in 0 to 2",
-        )?,
+        temperature: checked(path, "temperature", greedy.or(g.temperature), 0.0, 2.0, "must lie in 0 to 2")?,
         top_k: g.top_k.filter(|&k| k > 0).and_then(|k| u32::try_from(k).ok()),
-        top_p: checked(
-            path,
-            "top_p",
-            g.top_p,
-            f64::MIN_POSITIVE,
-            1.0,
-            "must lie above 0 and not above 1",
-        )?,
+        top_p: checked(path, "top_p", g.top_p, f64::MIN_POSITIVE, 1.0, "must lie above 0 and not above 1")?,
         min_p: checked(path, "min_p", g.min_p, 0.0, 1.0, "must lie in 0 to 1")?,
         repetition_penalty: checked(
             path,
@@ -203,11 +165,6 @@ fn checked(
         None => Ok(None),
         #[allow(clippy::cast_possible_truncation)] // rounds; the range was checked
         Some(v) if (least..=most).contains(&v) => Ok(Some(v as f32)),
-        Some(value) => Err(AssetsError::Default {
-            path: path.to_owned(),
-            field,
-            value,
-            detail,
-        }),
+        Some(value) => Err(AssetsError::Default { path: path.to_owned(), field, value, detail }),
     }
 }

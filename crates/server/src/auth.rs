@@ -17,9 +17,7 @@ pub(crate) struct ApiKeys {
 
 impl ApiKeys {
     pub(crate) fn new(keys: &[String]) -> Self {
-        Self {
-            hashes: keys.iter().map(|key| blake3::hash(key.as_bytes())).collect(),
-        }
+        Self { hashes: keys.iter().map(|key| blake3::hash(key.as_bytes())).collect() }
     }
 
     /// Lets a request pass or says why not. `OPTIONS` passes: browsers ask without a key (D59).
@@ -31,9 +29,7 @@ impl ApiKeys {
             return Ok(());
         }
         let Some(value) = headers.get(AUTHORIZATION) else {
-            return Err(ApiError::unauthorized(
-                "You didn't provide an API key: send 'Authorization: Bearer KEY'.",
-            ));
+            return Err(ApiError::unauthorized("You didn't provide an API key: send 'Authorization: Bearer KEY'."));
         };
         let bytes = value.as_bytes();
         let key = match bytes.split_at_checked(7) {
@@ -41,14 +37,11 @@ impl ApiKeys {
             _ => return Err(ApiError::unauthorized("The Authorization header must be 'Bearer KEY'.")),
         };
         let hash = blake3::hash(key);
-        let matches = self.hashes.iter().fold(Choice::from(0), |found, accepted| {
-            found | accepted.as_bytes().ct_eq(hash.as_bytes())
-        });
-        if bool::from(matches) {
-            Ok(())
-        } else {
-            Err(ApiError::unauthorized("Incorrect API key provided."))
-        }
+        let matches = self
+            .hashes
+            .iter()
+            .fold(Choice::from(0), |found, accepted| found | accepted.as_bytes().ct_eq(hash.as_bytes()));
+        if bool::from(matches) { Ok(()) } else { Err(ApiError::unauthorized("Incorrect API key provided.")) }
     }
 }
 
@@ -63,8 +56,7 @@ mod tests {
         if let Some(value) = authorization {
             headers.insert(AUTHORIZATION, value.parse().unwrap());
         }
-        keys.check(&method, path, &headers)
-            .map_or_else(|e| e.status().as_u16(), |()| 200)
+        keys.check(&method, path, &headers).map_or_else(|e| e.status().as_u16(), |()| 200)
     }
 
     #[test]

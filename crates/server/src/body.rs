@@ -42,19 +42,13 @@ pub(crate) async fn read_json<T: DeserializeOwned + Send + 'static>(
 
 fn check_content_type(headers: &HeaderMap) -> Result<(), ApiError> {
     let Some(value) = headers.get(CONTENT_TYPE) else {
-        return Err(ApiError::bad_request(
-            "The Content-Type header is missing; send application/json.",
-        ));
+        return Err(ApiError::bad_request("The Content-Type header is missing; send application/json."));
     };
     let text = value.to_str().unwrap_or("(not ASCII)");
     let essence = text.split(';').next().unwrap_or_default().trim();
     let is_json = essence.eq_ignore_ascii_case("application/json")
         || (essence.len() > 5 && essence.as_bytes()[essence.len() - 5..].eq_ignore_ascii_case(b"+json"));
-    if is_json {
-        Ok(())
-    } else {
-        Err(ApiError::unsupported_media_type(clip(text, 128)))
-    }
+    if is_json { Ok(()) } else { Err(ApiError::unsupported_media_type(clip(text, 128))) }
 }
 
 async fn read_body(
@@ -63,10 +57,7 @@ async fn read_body(
     max_bytes: usize,
     io_timeout: Duration,
 ) -> Result<Bytes, ApiError> {
-    let announced = headers
-        .get(CONTENT_LENGTH)
-        .and_then(|v| v.to_str().ok())
-        .and_then(|v| v.parse::<u64>().ok());
+    let announced = headers.get(CONTENT_LENGTH).and_then(|v| v.to_str().ok()).and_then(|v| v.parse::<u64>().ok());
     if announced.is_some_and(|n| n > max_bytes as u64) {
         // A client that waits for `100 Continue` has sent nothing yet: nothing to throw away.
         if !headers.contains_key(EXPECT) {
@@ -101,10 +92,7 @@ pub(crate) fn discard(request: Request<Body>) {
 
 /// Reads the rest of a refused body into nothing, in the background, for a bounded time.
 fn linger(mut body: Body) {
-    tokio::spawn(timeout(
-        LINGER,
-        async move { while let Some(Ok(_)) = body.frame().await {} },
-    ));
+    tokio::spawn(timeout(LINGER, async move { while let Some(Ok(_)) = body.frame().await {} }));
 }
 
 /// Parses a body that has been read.
@@ -116,9 +104,7 @@ pub(crate) fn parse<T: DeserializeOwned>(bytes: &[u8], max_depth: usize) -> Resu
         return Err(ApiError::bad_request("The request body is empty; send a JSON object."));
     }
     if exceeds_depth(bytes, max_depth) {
-        return Err(ApiError::bad_request(format!(
-            "The JSON body is nested deeper than {max_depth} levels."
-        )));
+        return Err(ApiError::bad_request(format!("The JSON body is nested deeper than {max_depth} levels.")));
     }
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let value = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
@@ -164,23 +150,13 @@ fn describe(error: &serde_json::Error, path: &str) -> ApiError {
     if error.is_syntax() || error.is_eof() || error.is_io() {
         return ApiError::bad_request(format!("The request body is not valid JSON: {text}."));
     }
-    if let Some(name) = text
-        .strip_prefix("unknown field `")
-        .and_then(|rest| rest.split("`, expected").next())
-    {
+    if let Some(name) = text.strip_prefix("unknown field `").and_then(|rest| rest.split("`, expected").next()) {
         let name = clip(name, 128);
         return ApiError::bad_field(name, format!("Unrecognized request argument supplied: {name}."))
             .with_code("unknown_parameter");
     }
-    if let Some(name) = text
-        .strip_prefix("missing field `")
-        .and_then(|rest| rest.split('`').next())
-    {
-        let param = if path == "." {
-            name.to_owned()
-        } else {
-            format!("{path}.{name}")
-        };
+    if let Some(name) = text.strip_prefix("missing field `").and_then(|rest| rest.split('`').next()) {
+        let param = if path == "." { name.to_owned() } else { format!("{path}.{name}") };
         return ApiError::bad_field(&param, format!("Missing required parameter: '{param}'."))
             .with_code("missing_required_parameter");
     }
@@ -239,17 +215,7 @@ mod tests {
 
     #[test]
     fn d60_malformed_bodies_are_400() {
-        for text in [
-            "",
-            "  ",
-            "{",
-            "not json",
-            "{\"a\":1}x",
-            "[]",
-            "null",
-            r#"{"a":1,"a":2}"#,
-            r#"{"a":"\ud800"}"#,
-        ] {
+        for text in ["", "  ", "{", "not json", "{\"a\":1}x", "[]", "null", r#"{"a":1,"a":2}"#, r#"{"a":"\ud800"}"#] {
             assert_eq!(refusal(text).status(), 400, "{text}");
         }
         assert_eq!(parse::<Probe>(b"{\"a\":1,\"\xff\":2}", 64).unwrap_err().status(), 400);

@@ -99,11 +99,7 @@ impl Choice {
         if !options.skip_special_tokens {
             detokenizer = detokenizer.with_special_tokens();
         }
-        let stops = if options.include_stop_str_in_output {
-            stops.including_stop_string()
-        } else {
-            stops
-        };
+        let stops = if options.include_stop_str_in_output { stops.including_stop_string() } else { stops };
         Self {
             detokenizer,
             stops,
@@ -137,17 +133,10 @@ impl Choice {
         let token_ids = if self.wants_ids { vec![token] } else { Vec::new() };
         // The token that ends an answer is not part of its text.
         if !self.include_stop && self.stop_token_ids.binary_search(&token).is_ok() {
-            return Delta {
-                token_ids,
-                ..Delta::default()
-            };
+            return Delta { token_ids, ..Delta::default() };
         }
         if self.wants_entries {
-            let entry = TokenEntry {
-                token,
-                text_offset: self.made_chars,
-                logprobs,
-            };
+            let entry = TokenEntry { token, text_offset: self.made_chars, logprobs };
             self.held.push_back((self.made_bytes, entry));
         }
         let piece = self.detokenizer.push(token);
@@ -162,11 +151,7 @@ impl Choice {
         if self.finish.is_some() {
             self.held.clear();
         }
-        Delta {
-            text,
-            entries,
-            token_ids,
-        }
+        Delta { text, entries, token_ids }
     }
 
     /// Takes the engine's word that the choice has ended; what was held back is text after all.
@@ -187,11 +172,7 @@ impl Choice {
             entries.extend(self.held.drain(..).map(|(_, entry)| entry));
             self.finish = Some(finish);
         }
-        Ok(Delta {
-            text,
-            entries,
-            token_ids: Vec::new(),
-        })
+        Ok(Delta { text, entries, token_ids: Vec::new() })
     }
 
     fn match_stops(&mut self, piece: &str) -> String {
@@ -207,11 +188,7 @@ impl Choice {
 
     /// The tokens of which at least one byte has been shown.
     fn release(&mut self) -> Vec<TokenEntry> {
-        let shown = self
-            .held
-            .iter()
-            .take_while(|(start, _)| *start < self.shown_bytes)
-            .count();
+        let shown = self.held.iter().take_while(|(start, _)| *start < self.shown_bytes).count();
         self.held.drain(..shown).map(|(_, entry)| entry).collect()
     }
 }

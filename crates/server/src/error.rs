@@ -36,15 +36,7 @@ struct ErrorObject<'a> {
 
 impl ApiError {
     fn new(status: StatusCode, kind: &'static str, message: impl Into<String>) -> Self {
-        Self {
-            status,
-            kind,
-            message: message.into(),
-            param: None,
-            code: None,
-            retry_after_s: None,
-            close: false,
-        }
+        Self { status, kind, message: message.into(), param: None, code: None, retry_after_s: None, close: false }
     }
 
     /// 400: the caller's fault.
@@ -74,23 +66,15 @@ impl ApiError {
 
     /// 404 for a path.
     pub(crate) fn no_such_route(method: &str, path: &str) -> Self {
-        Self::new(
-            StatusCode::NOT_FOUND,
-            "invalid_request_error",
-            format!("Unknown request URL: {method} {path}."),
-        )
-        .with_code("unknown_url")
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("Unknown request URL: {method} {path}."))
+            .with_code("unknown_url")
     }
 
     /// 404 for a model.
     pub(crate) fn model_not_found(name: &str) -> Self {
-        Self::new(
-            StatusCode::NOT_FOUND,
-            "invalid_request_error",
-            format!("The model '{name}' does not exist."),
-        )
-        .with_param("model")
-        .with_code("model_not_found")
+        Self::new(StatusCode::NOT_FOUND, "invalid_request_error", format!("The model '{name}' does not exist."))
+            .with_param("model")
+            .with_code("model_not_found")
     }
 
     /// 405.
@@ -105,12 +89,7 @@ impl ApiError {
 
     /// 408: the body stopped arriving.
     pub(crate) fn request_timeout() -> Self {
-        Self::new(
-            StatusCode::REQUEST_TIMEOUT,
-            "invalid_request_error",
-            "The request body stopped arriving.",
-        )
-        .closing()
+        Self::new(StatusCode::REQUEST_TIMEOUT, "invalid_request_error", "The request body stopped arriving.").closing()
     }
 
     /// 413.

@@ -53,12 +53,7 @@ struct Call<B> {
 impl Call<Request> {
     async fn enter(state: Arc<ServerState>, request: Request) -> Result<Self, ApiError> {
         match state.enter() {
-            Ok(in_flight) => Ok(Self {
-                state,
-                in_flight,
-                arrival: Instant::now(),
-                body: request,
-            }),
+            Ok(in_flight) => Ok(Self { state, in_flight, arrival: Instant::now(), body: request }),
             Err(error) => {
                 discard(request);
                 Err(error)
@@ -67,22 +62,9 @@ impl Call<Request> {
     }
 
     async fn read<T: DeserializeOwned + Send + 'static>(self) -> Result<(Call<()>, T), ApiError> {
-        let Self {
-            state,
-            in_flight,
-            arrival,
-            body,
-        } = self;
+        let Self { state, in_flight, arrival, body } = self;
         let wire = read_json(body, state.limits(), state.config.io_timeout).await?;
-        Ok((
-            Call {
-                state,
-                in_flight,
-                arrival,
-                body: (),
-            },
-            wire,
-        ))
+        Ok((Call { state, in_flight, arrival, body: () }, wire))
     }
 }
 
@@ -94,18 +76,10 @@ impl Call<()> {
         id_prefix: &str,
         format: fn(AnswerMeta, Arc<Tokenizer>, usize) -> F,
     ) -> Result<Response, ApiError> {
-        let Self {
-            state,
-            in_flight,
-            arrival,
-            ..
-        } = self;
+        let Self { state, in_flight, arrival, .. } = self;
         let ValidRequest { prompt, options } = valid;
         let model = state.model()?;
-        let preparation = Preparation {
-            echo: options.echo,
-            min_room: usize::from(options.max_tokens != Some(0)),
-        };
+        let preparation = Preparation { echo: options.echo, min_room: usize::from(options.max_tokens != Some(0)) };
         let prompts = state.prepare(prompt, preparation).await?;
         let generation = Generation::start(model, &prompts, &options, in_flight).await?;
         let mut answer = Answer::new(model, prompts, &options, arrival)?;

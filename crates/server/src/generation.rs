@@ -34,9 +34,7 @@ struct ChannelSink {
 
 impl EventSink for ChannelSink {
     fn send(&mut self, event: EngineEvent) -> Result<(), SinkClosed> {
-        self.sender
-            .try_send((self.prompt_idx, Heard::Event(event)))
-            .map_err(|_| SinkClosed)
+        self.sender.try_send((self.prompt_idx, Heard::Event(event))).map_err(|_| SinkClosed)
     }
 
     fn is_closed(&self) -> bool {
@@ -45,9 +43,7 @@ impl EventSink for ChannelSink {
 
     fn prompt_computed(&mut self, cached_tokens: usize) {
         // A full queue ends the request with its next event.
-        let _ = self
-            .sender
-            .try_send((self.prompt_idx, Heard::PromptComputed { cached_tokens }));
+        let _ = self.sender.try_send((self.prompt_idx, Heard::PromptComputed { cached_tokens }));
     }
 }
 
@@ -79,34 +75,22 @@ impl Generation {
         let engine = model.served.engine.clone();
         let num_choices = prompts.len().saturating_mul(options.n as usize);
         let (sender, events) = mpsc::channel(QUEUE_BASE.saturating_mul(1 + num_choices).min(1 << 20));
-        let mut generation = Self {
-            engine,
-            events,
-            requests: Vec::with_capacity(prompts.len()),
-            _in_flight: in_flight,
-        };
+        let mut generation =
+            Self { engine, events, requests: Vec::with_capacity(prompts.len()), _in_flight: in_flight };
         let mut replies = Vec::with_capacity(prompts.len());
         for (prompt_idx, prompt) in prompts.iter().enumerate() {
             let (reply, answer) = oneshot::channel();
-            let sink = Box::new(ChannelSink {
-                prompt_idx,
-                sender: sender.clone(),
-            });
+            let sink = Box::new(ChannelSink { prompt_idx, sender: sender.clone() });
             let request = request(prompt, options, model.served.facts.max_seq_len, sink);
             // A caller that is gone has dropped the queue as well: the engine sees a closed sink.
-            generation
-                .engine
-                .submit_with(request, Box::new(move |result| drop(reply.send(result))));
+            generation.engine.submit_with(request, Box::new(move |result| drop(reply.send(result))));
             replies.push(answer);
         }
         drop(sender);
         let mut refusal = None;
         for answer in replies {
             match answer.await {
-                Ok(Ok(id)) => generation.requests.push(LiveRequest {
-                    id,
-                    num_running: options.n,
-                }),
+                Ok(Ok(id)) => generation.requests.push(LiveRequest { id, num_running: options.n }),
                 Ok(Err(error)) => refusal = refusal.or(Some(ApiError::from(error))),
                 Err(_) => refusal = refusal.or_else(|| Some(stopped())),
             }
@@ -137,10 +121,7 @@ impl Generation {
     /// Ends a choice whose stop string was found.
     pub(crate) fn finish_choice(&mut self, prompt_idx: usize, choice: u32) {
         if let Some(request) = self.requests.get(prompt_idx) {
-            self.engine.finish_sequence(SequenceId {
-                request: request.id,
-                choice,
-            });
+            self.engine.finish_sequence(SequenceId { request: request.id, choice });
             self.choice_ended(prompt_idx);
         }
     }

@@ -33,10 +33,7 @@ pub(crate) async fn health(State(state): State<Arc<ServerState>>) -> Result<Resp
 
 /// `GET /metrics`.
 pub(crate) async fn metrics(State(state): State<Arc<ServerState>>) -> Result<Response, ApiError> {
-    let text = state
-        .metrics
-        .render()
-        .map_err(|_| ApiError::internal("The metrics could not be written."))?;
+    let text = state.metrics.render().map_err(|_| ApiError::internal("The metrics could not be written."))?;
     Ok(([(CONTENT_TYPE, METRICS_TYPE)], text).into_response())
 }
 

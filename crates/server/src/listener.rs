@@ -73,42 +73,20 @@ impl fmt::Display for BoundListener {
 /// # Errors
 /// [`BindError`]: one sentence that says what to do.
 pub fn bind(config: &ServerConfig) -> Result<BoundListener, BindError> {
-    let host = config
-        .host
-        .strip_prefix('[')
-        .and_then(|h| h.strip_suffix(']'))
-        .unwrap_or(&config.host);
+    let host = config.host.strip_prefix('[').and_then(|h| h.strip_suffix(']')).unwrap_or(&config.host);
     let port = config.port;
-    let address = if host.contains(':') {
-        format!("[{host}]:{port}")
-    } else {
-        format!("{host}:{port}")
-    };
+    let address = if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") };
     let candidates: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
-        .map_err(|source| BindError::UnknownHost {
-            address: address.clone(),
-            host: host.to_owned(),
-            source,
-        })?
+        .map_err(|source| BindError::UnknownHost { address: address.clone(), host: host.to_owned(), source })?
         .collect();
-    let io_error = |source| BindError::Io {
-        address: address.clone(),
-        source,
-    };
+    let io_error = |source| BindError::Io { address: address.clone(), source };
     let socket = TcpListener::bind(candidates.as_slice()).map_err(|source| match source.kind() {
-        ErrorKind::AddrInUse => BindError::AddressInUse {
-            address: address.clone(),
-            port,
-        },
-        ErrorKind::PermissionDenied => BindError::NotPermitted {
-            address: address.clone(),
-        },
-        ErrorKind::AddrNotAvailable => BindError::UnknownHost {
-            address: address.clone(),
-            host: host.to_owned(),
-            source,
-        },
+        ErrorKind::AddrInUse => BindError::AddressInUse { address: address.clone(), port },
+        ErrorKind::PermissionDenied => BindError::NotPermitted { address: address.clone() },
+        ErrorKind::AddrNotAvailable => {
+            BindError::UnknownHost { address: address.clone(), host: host.to_owned(), source }
+        }
         _ => io_error(source),
     })?;
     socket.set_nonblocking(true).map_err(io_error)?;
@@ -122,11 +100,7 @@ mod tests {
     use super::*;
 
     fn config(host: &str, port: u16) -> ServerConfig {
-        ServerConfig {
-            host: host.to_owned(),
-            port,
-            ..ServerConfig::default()
-        }
+        ServerConfig { host: host.to_owned(), port, ..ServerConfig::default() }
     }
 
     #[test]
@@ -137,10 +111,7 @@ mod tests {
         let error = bind(&config("127.0.0.1", port)).unwrap_err();
         assert!(matches!(error, BindError::AddressInUse { .. }));
         let text = error.to_string();
-        assert!(
-            text.contains("EADDRINUSE") && text.contains(&port.to_string()) && !text.contains('\n'),
-            "{text}"
-        );
+        assert!(text.contains("EADDRINUSE") && text.contains(&port.to_string()) && !text.contains('\n'), "{text}");
     }
 
     #[test]

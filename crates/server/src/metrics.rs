@@ -21,13 +21,11 @@ use std::time::Duration;
 pub(crate) const CONTENT_TYPE: &str = prometheus_text::CONTENT_TYPE;
 
 /// Seconds: from a fast token to a long answer.
-const LATENCY_BUCKETS: [f64; 19] = [
-    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 300.0,
-];
+const LATENCY_BUCKETS: [f64; 19] =
+    [0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 20.0, 60.0, 300.0];
 /// Tokens.
-const LENGTH_BUCKETS: [f64; 14] = [
-    1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 32768.0, 131_072.0,
-];
+const LENGTH_BUCKETS: [f64; 14] =
+    [1.0, 4.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 32768.0, 131_072.0];
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct ModelLabels {
@@ -92,56 +90,28 @@ impl Metrics {
                 "From a request's arrival to its first token",
                 &metrics.time_to_first_token,
             ),
-            (
-                "inter_token_latency_seconds",
-                "Between two tokens of a choice",
-                &metrics.inter_token_latency,
-            ),
-            (
-                "time_per_output_token_seconds",
-                "Mean time per token after the first",
-                &metrics.time_per_output_token,
-            ),
-            (
-                "e2e_request_latency_seconds",
-                "From a request's arrival to its end",
-                &metrics.e2e_latency,
-            ),
-            (
-                "request_prompt_tokens",
-                "Prompt tokens of a request",
-                &metrics.prompt_tokens,
-            ),
-            (
-                "request_generation_tokens",
-                "Generated tokens of a request",
-                &metrics.generation_tokens,
-            ),
+            ("inter_token_latency_seconds", "Between two tokens of a choice", &metrics.inter_token_latency),
+            ("time_per_output_token_seconds", "Mean time per token after the first", &metrics.time_per_output_token),
+            ("e2e_request_latency_seconds", "From a request's arrival to its end", &metrics.e2e_latency),
+            ("request_prompt_tokens", "Prompt tokens of a request", &metrics.prompt_tokens),
+            ("request_generation_tokens", "Generated tokens of a request", &metrics.generation_tokens),
         ];
         for prefix in ["pagemill_", "vllm:"] {
             for (name, help, family) in &histograms {
-                metrics
-                    .registry
-                    .register(format!("{prefix}{name}"), *help, (*family).clone());
+                metrics.registry.register(format!("{prefix}{name}"), *help, (*family).clone());
             }
             let help = "Choices that ended, by reason";
-            metrics
-                .registry
-                .register(format!("{prefix}request_success"), help, metrics.success.clone());
+            metrics.registry.register(format!("{prefix}request_success"), help, metrics.success.clone());
         }
         let help = "HTTP answers by route and status";
-        metrics
-            .registry
-            .register("pagemill_http_requests", help, metrics.http_requests.clone());
+        metrics.registry.register("pagemill_http_requests", help, metrics.http_requests.clone());
         metrics.registry.register_collector(Box::new(EngineCollector { model }));
         metrics
     }
 
     /// The histograms of one model.
     pub(crate) fn for_model(&self, name: &str) -> ModelMetrics {
-        let labels = ModelLabels {
-            model_name: name.to_owned(),
-        };
+        let labels = ModelLabels { model_name: name.to_owned() };
         ModelMetrics {
             time_to_first_token: self.time_to_first_token.get_or_create_owned(&labels),
             inter_token_latency: self.inter_token_latency.get_or_create_owned(&labels),
@@ -149,14 +119,12 @@ impl Metrics {
             e2e_latency: self.e2e_latency.get_or_create_owned(&labels),
             prompt_tokens: self.prompt_tokens.get_or_create_owned(&labels),
             generation_tokens: self.generation_tokens.get_or_create_owned(&labels),
-            stopped: self.success.get_or_create_owned(&FinishLabels {
-                model_name: name.to_owned(),
-                finished_reason: "stop",
-            }),
-            cut_off: self.success.get_or_create_owned(&FinishLabels {
-                model_name: name.to_owned(),
-                finished_reason: "length",
-            }),
+            stopped: self
+                .success
+                .get_or_create_owned(&FinishLabels { model_name: name.to_owned(), finished_reason: "stop" }),
+            cut_off: self
+                .success
+                .get_or_create_owned(&FinishLabels { model_name: name.to_owned(), finished_reason: "length" }),
         }
     }
 
@@ -217,8 +185,7 @@ impl ModelMetrics {
         self.prompt_tokens.observe(as_f64(prompt));
         self.generation_tokens.observe(as_f64(generated));
         if generated > 1 {
-            self.time_per_output_token
-                .observe(decoding.as_secs_f64() / as_f64(generated - 1));
+            self.time_per_output_token.observe(decoding.as_secs_f64() / as_f64(generated - 1));
         }
     }
 }
@@ -242,52 +209,16 @@ enum Reading {
 #[allow(clippy::cast_precision_loss)] // Gauges: block and byte counts, far below 2^52.
 fn shared_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Reading)> {
     let kv = &status.kv_cache;
-    let usage = if kv.num_blocks == 0 {
-        0.0
-    } else {
-        kv.num_owned as f64 / kv.num_blocks as f64
-    };
+    let usage = if kv.num_blocks == 0 { 0.0 } else { kv.num_owned as f64 / kv.num_blocks as f64 };
     vec![
-        (
-            "num_requests_running",
-            "Sequences that hold KV blocks",
-            Reading::Gauge(status.scheduler.num_running as f64),
-        ),
-        (
-            "num_requests_waiting",
-            "Requests that wait",
-            Reading::Gauge(status.scheduler.num_waiting as f64),
-        ),
-        (
-            "kv_cache_usage_perc",
-            "Share of KV blocks in use, 0 to 1",
-            Reading::Gauge(usage),
-        ),
-        (
-            "prompt_tokens",
-            "Prompt tokens computed",
-            Reading::Counter(status.scheduler.prompt_tokens),
-        ),
-        (
-            "generation_tokens",
-            "Tokens generated",
-            Reading::Counter(status.scheduler.generated_tokens),
-        ),
-        (
-            "num_preemptions",
-            "Preemptions",
-            Reading::Counter(status.scheduler.preemptions),
-        ),
-        (
-            "prefix_cache_queries",
-            "Prompt tokens looked up in the prefix cache",
-            Reading::Counter(kv.prefix_queries),
-        ),
-        (
-            "prefix_cache_hits",
-            "Prompt tokens found in the prefix cache",
-            Reading::Counter(kv.prefix_hits),
-        ),
+        ("num_requests_running", "Sequences that hold KV blocks", Reading::Gauge(status.scheduler.num_running as f64)),
+        ("num_requests_waiting", "Requests that wait", Reading::Gauge(status.scheduler.num_waiting as f64)),
+        ("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", Reading::Gauge(usage)),
+        ("prompt_tokens", "Prompt tokens computed", Reading::Counter(status.scheduler.prompt_tokens)),
+        ("generation_tokens", "Tokens generated", Reading::Counter(status.scheduler.generated_tokens)),
+        ("num_preemptions", "Preemptions", Reading::Counter(status.scheduler.preemptions)),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache", Reading::Counter(kv.prefix_queries)),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache", Reading::Counter(kv.prefix_hits)),
     ]
 }
 
@@ -296,85 +227,25 @@ fn own_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Readi
     let kv = &status.kv_cache;
     let memory = &status.memory;
     vec![
-        (
-            "kv_blocks",
-            "KV blocks in the pool",
-            Reading::Gauge(kv.num_blocks as f64),
-        ),
-        (
-            "kv_blocks_free",
-            "KV blocks that are free",
-            Reading::Gauge(kv.num_free as f64),
-        ),
-        (
-            "kv_blocks_cached",
-            "KV blocks kept for the prefix cache only",
-            Reading::Gauge(kv.num_cached as f64),
-        ),
-        (
-            "kv_blocks_owned",
-            "KV blocks owned by sequences",
-            Reading::Gauge(kv.num_owned as f64),
-        ),
-        (
-            "kv_evictions",
-            "Cached KV blocks that had to make room",
-            Reading::Counter(kv.evictions),
-        ),
-        (
-            "kv_copies_on_write",
-            "KV blocks copied on write",
-            Reading::Counter(kv.copies_on_write),
-        ),
-        (
-            "peak_running",
-            "Most sequences running at once",
-            Reading::Gauge(status.scheduler.peak_running as f64),
-        ),
-        (
-            "padding_tokens",
-            "Padding slots computed",
-            Reading::Counter(status.scheduler.padding_tokens),
-        ),
+        ("kv_blocks", "KV blocks in the pool", Reading::Gauge(kv.num_blocks as f64)),
+        ("kv_blocks_free", "KV blocks that are free", Reading::Gauge(kv.num_free as f64)),
+        ("kv_blocks_cached", "KV blocks kept for the prefix cache only", Reading::Gauge(kv.num_cached as f64)),
+        ("kv_blocks_owned", "KV blocks owned by sequences", Reading::Gauge(kv.num_owned as f64)),
+        ("kv_evictions", "Cached KV blocks that had to make room", Reading::Counter(kv.evictions)),
+        ("kv_copies_on_write", "KV blocks copied on write", Reading::Counter(kv.copies_on_write)),
+        ("peak_running", "Most sequences running at once", Reading::Gauge(status.scheduler.peak_running as f64)),
+        ("padding_tokens", "Padding slots computed", Reading::Counter(status.scheduler.padding_tokens)),
         ("steps", "Engine steps", Reading::Counter(status.steps)),
         ("stalled_seconds", "Time since a busy step loop last moved", {
             Reading::Gauge(Duration::from_micros(status.stalled_for_us).as_secs_f64())
         }),
-        (
-            "aborted_requests",
-            "Requests aborted because nobody listened",
-            Reading::Counter(status.aborted),
-        ),
-        (
-            "schedule_microseconds",
-            "Time spent scheduling",
-            Reading::Counter(status.schedule_us),
-        ),
-        (
-            "execute_microseconds",
-            "Time spent executing",
-            Reading::Counter(status.execute_us),
-        ),
-        (
-            "workspace_grown",
-            "Times the workspace grew after warm-up",
-            Reading::Counter(status.workspace_grown),
-        ),
-        (
-            "weight_bytes",
-            "Bytes of weights",
-            Reading::Gauge(memory.weight_bytes as f64),
-        ),
-        (
-            "workspace_bytes",
-            "Bytes of workspace",
-            Reading::Gauge(memory.workspace_bytes as f64),
-        ),
-        (
-            "kv_pool_bytes",
-            "Bytes of the KV pool",
-            Reading::Gauge(memory.kv_pool_bytes as f64),
-        ),
+        ("aborted_requests", "Requests aborted because nobody listened", Reading::Counter(status.aborted)),
+        ("schedule_microseconds", "Time spent scheduling", Reading::Counter(status.schedule_us)),
+        ("execute_microseconds", "Time spent executing", Reading::Counter(status.execute_us)),
+        ("workspace_grown", "Times the workspace grew after warm-up", Reading::Counter(status.workspace_grown)),
+        ("weight_bytes", "Bytes of weights", Reading::Gauge(memory.weight_bytes as f64)),
+        ("workspace_bytes", "Bytes of workspace", Reading::Gauge(memory.workspace_bytes as f64)),
+        ("kv_pool_bytes", "Bytes of the KV pool", Reading::Gauge(memory.kv_pool_bytes as f64)),
     ]
 }
 
@@ -382,9 +253,7 @@ impl Collector for EngineCollector {
     fn encode(&self, mut encoder: DescriptorEncoder) -> Result<(), fmt::Error> {
         let Some(model) = self.model.get() else { return Ok(()) };
         let status = model.served.engine.status();
-        let labels = ModelLabels {
-            model_name: model.name().to_owned(),
-        };
+        let labels = ModelLabels { model_name: model.name().to_owned() };
         for (prefix, readings) in [
             ("vllm:", shared_readings(&status)),
             ("pagemill_", shared_readings(&status)),
@@ -406,10 +275,9 @@ fn encode_reading(
     labels: &ModelLabels,
 ) -> Result<(), fmt::Error> {
     match reading {
-        Reading::Gauge(value) => encoder
-            .encode_descriptor(name, help, None, MetricType::Gauge)?
-            .encode_family(labels)?
-            .encode_gauge(value),
+        Reading::Gauge(value) => {
+            encoder.encode_descriptor(name, help, None, MetricType::Gauge)?.encode_family(labels)?.encode_gauge(value)
+        }
         Reading::Counter(value) => encoder
             .encode_descriptor(name, help, None, MetricType::Counter)?
             .encode_family(labels)?

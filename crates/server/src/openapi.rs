@@ -23,9 +23,7 @@ mod tests {
 
     /// The field names of a struct, from what serde says it expected.
     fn fields_of<T: DeserializeOwned>() -> BTreeSet<String> {
-        let Err(error) = serde_json::from_str::<T>(r#"{"":0}"#) else {
-            panic!("an unknown field was accepted")
-        };
+        let Err(error) = serde_json::from_str::<T>(r#"{"":0}"#) else { panic!("an unknown field was accepted") };
         let text = error.to_string();
         let expected = text.split("expected ").nth(1).unwrap_or_else(|| panic!("{text}"));
         expected.split('`').skip(1).step_by(2).map(str::to_owned).collect()
@@ -60,12 +58,7 @@ mod tests {
         }
         let mut routed: Vec<(String, String)> = ROUTES
             .iter()
-            .map(|(path, methods)| {
-                (
-                    path.replace("{*id}", "{id}"),
-                    methods.split(',').next().unwrap().to_owned(),
-                )
-            })
+            .map(|(path, methods)| (path.replace("{*id}", "{id}"), methods.split(',').next().unwrap().to_owned()))
             .collect();
         documented.sort();
         routed.sort();

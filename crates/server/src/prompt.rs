@@ -48,24 +48,14 @@ impl ServerState {
     ) -> Result<Vec<PreparedPrompt>, ApiError> {
         let param = source.param();
         let PromptSource::Ids(lists) = source else {
-            return self
-                .off_loop(move |model| prepare_texts(model, &source, preparation))
-                .await;
+            return self.off_loop(move |model| prepare_texts(model, &source, preparation)).await;
         };
         if !preparation.echo {
             let model = self.model()?;
-            return lists
-                .into_iter()
-                .map(|ids| finish(model, ids, None, preparation, param))
-                .collect();
+            return lists.into_iter().map(|ids| finish(model, ids, None, preparation, param)).collect();
         }
-        self.off_loop(move |model| {
-            lists
-                .into_iter()
-                .map(|ids| finish(model, ids, None, preparation, param))
-                .collect()
-        })
-        .await
+        self.off_loop(move |model| lists.into_iter().map(|ids| finish(model, ids, None, preparation, param)).collect())
+            .await
     }
 
     /// The ids of a text or a conversation, whatever their number, for `/tokenize`.
@@ -75,10 +65,7 @@ impl ServerState {
     pub(crate) async fn tokenize(self: &Arc<Self>, source: PromptSource) -> Result<Vec<u32>, ApiError> {
         self.off_loop(move |model| match &source {
             PromptSource::Chat(conversation) => encode_conversation(model, conversation),
-            PromptSource::Texts {
-                texts,
-                add_special_tokens,
-            } => {
+            PromptSource::Texts { texts, add_special_tokens } => {
                 let text = texts.first().map_or("", String::as_str);
                 encode_text(&model.served.tokenizer, text, *add_special_tokens)
             }
@@ -113,10 +100,7 @@ fn prepare_texts(
             let ids = encode_conversation(model, conversation)?;
             Ok(vec![finish(model, ids, None, preparation, param)?])
         }
-        PromptSource::Texts {
-            texts,
-            add_special_tokens,
-        } => texts
+        PromptSource::Texts { texts, add_special_tokens } => texts
             .iter()
             .map(|text| {
                 refuse_hopeless(model, text.len(), param)?;
@@ -153,10 +137,7 @@ fn finish(
 ) -> Result<PreparedPrompt, ApiError> {
     if ids.is_empty() {
         let bos = model.served.tokenizer.bos().ok_or_else(|| {
-            ApiError::bad_field(
-                param,
-                "The prompt is empty, and this model has no token to begin a text with.",
-            )
+            ApiError::bad_field(param, "The prompt is empty, and this model has no token to begin a text with.")
         })?;
         ids.push(bos);
     }
@@ -198,29 +179,18 @@ fn echoed(tokenizer: &Arc<Tokenizer>, ids: &[u32], sent: Option<&str>) -> Echoed
 }
 
 fn encode_text(tokenizer: &Tokenizer, text: &str, add_special_tokens: bool) -> Result<Vec<u32>, ApiError> {
-    let ids = if add_special_tokens {
-        tokenizer.encode_completion(text)
-    } else {
-        tokenizer.encode(text, Special::Parse)
-    };
+    let ids =
+        if add_special_tokens { tokenizer.encode_completion(text) } else { tokenizer.encode(text, Special::Parse) };
     ids.map_err(|error| describe(&error, "prompt"))
 }
 
 fn encode_conversation(model: &ReadyModel, conversation: &Conversation) -> Result<Vec<u32>, ApiError> {
     let rendered = render(model, conversation)?;
-    model
-        .served
-        .tokenizer
-        .encode_prompt(&rendered)
-        .map_err(|error| describe(&error, "messages"))
+    model.served.tokenizer.encode_prompt(&rendered).map_err(|error| describe(&error, "messages"))
 }
 
 fn render(model: &ReadyModel, conversation: &Conversation) -> Result<RenderedPrompt, ApiError> {
-    let template = model
-        .served
-        .template
-        .as_ref()
-        .ok_or_else(|| describe(&TextError::NoTemplate, "messages"))?;
+    let template = model.served.template.as_ref().ok_or_else(|| describe(&TextError::NoTemplate, "messages"))?;
     let messages: Vec<Value> = conversation.messages.iter().map(as_value).collect();
     let input = ChatInput {
         messages: &messages,
@@ -229,9 +199,8 @@ fn render(model: &ReadyModel, conversation: &Conversation) -> Result<RenderedPro
         extra: Some(&conversation.template_kwargs),
         now: LocalTime::from_unix_seconds(unix_seconds()),
     };
-    let mut rendered = template
-        .render(&input, model.served.tokenizer.guard())
-        .map_err(|error| describe(&error, "messages"))?;
+    let mut rendered =
+        template.render(&input, model.served.tokenizer.guard()).map_err(|error| describe(&error, "messages"))?;
     if conversation.continue_final_message {
         leave_open(&mut rendered, conversation)?;
     }

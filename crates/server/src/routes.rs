@@ -71,11 +71,7 @@ fn cors(origins: &[String]) -> Option<CorsLayer> {
     let allowed = if origins.iter().any(|o| o == "*") {
         AllowOrigin::any()
     } else {
-        AllowOrigin::list(
-            origins
-                .iter()
-                .filter_map(|o| HeaderValue::from_str(o.trim_end_matches('/')).ok()),
-        )
+        AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o.trim_end_matches('/')).ok()))
     };
     Some(
         CorsLayer::new()
@@ -96,10 +92,7 @@ async fn gate(State(state): State<Arc<ServerState>>, request: Request, next: Nex
         .filter(|id| !id.is_empty() && id.len() <= MAX_REQUEST_ID_BYTES)
         .cloned()
         .or_else(|| HeaderValue::try_from(unique_id("req-")).ok());
-    let route = request
-        .extensions()
-        .get::<MatchedPath>()
-        .and_then(|path| route(path.as_str()));
+    let route = request.extensions().get::<MatchedPath>().and_then(|path| route(path.as_str()));
     let method = request.method().clone();
     let mut response = match admit(&state, &request) {
         Err(error) => {
@@ -127,11 +120,7 @@ fn admit(state: &ServerState, request: &Request) -> Result<(), ApiError> {
     let uri = request.uri();
     let limit = state.limits().header_bytes;
     // Each header travels with a colon, a space and a line break.
-    let fields: usize = request
-        .headers()
-        .iter()
-        .map(|(name, value)| name.as_str().len() + value.len() + 4)
-        .sum();
+    let fields: usize = request.headers().iter().map(|(name, value)| name.as_str().len() + value.len() + 4).sum();
     let target = uri.path_and_query().map_or(0, |target| target.as_str().len());
     if fields + target > limit {
         return Err(ApiError::headers_too_large(limit));

@@ -71,10 +71,7 @@ pub fn spawn(listener: BoundListener, state: Arc<ServerState>) -> Result<Running
     let asked = Arc::clone(&stop);
     let mut signals = {
         let _inside = runtime.enter();
-        Signals {
-            terminate: signal(SignalKind::terminate())?,
-            interrupt: signal(SignalKind::interrupt())?,
-        }
+        Signals { terminate: signal(SignalKind::terminate())?, interrupt: signal(SignalKind::interrupt())? }
     };
     let thread = std::thread::Builder::new().name("server".into()).spawn(move || {
         let outcome = runtime.block_on(async {

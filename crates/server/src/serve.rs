@@ -56,10 +56,8 @@ pub async fn serve(
     shutdown: impl Future<Output = ()> + Send,
 ) -> Result<Drained, ServeError> {
     let address = listener.to_string();
-    let listener = TcpListener::from_std(listener.socket).map_err(|source| ServeError::Listener {
-        address: address.clone(),
-        source,
-    })?;
+    let listener = TcpListener::from_std(listener.socket)
+        .map_err(|source| ServeError::Listener { address: address.clone(), source })?;
     let router = routes::router(Arc::clone(&state));
     let (close, _) = watch::channel(false);
     let mut connections = JoinSet::new();
@@ -103,10 +101,7 @@ async fn drain(state: &ServerState, mut connections: JoinSet<()>, close: &watch:
 
 /// Errors of one connection that died before it was accepted.
 fn is_peers_fault(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        ErrorKind::ConnectionRefused | ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset
-    )
+    matches!(error.kind(), ErrorKind::ConnectionRefused | ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset)
 }
 
 async fn connection(stream: TcpStream, router: Router, state: Arc<ServerState>, mut close: watch::Receiver<bool>) {
@@ -148,12 +143,7 @@ struct StallGuard {
 
 impl StallGuard {
     fn new(stream: TcpStream, limit: Duration) -> Self {
-        Self {
-            stream,
-            limit,
-            deadline: Box::pin(sleep(limit)),
-            waiting: false,
-        }
+        Self { stream, limit, deadline: Box::pin(sleep(limit)), waiting: false }
     }
 
     fn watch<T>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<T>>) -> Poll<io::Result<T>> {

@@ -80,10 +80,7 @@ impl ServerState {
             tokenizing: Semaphore::new(threads.clamp(1, 8)),
             model,
             draining: AtomicBool::new(false),
-            in_flight: Arc::new(InFlight {
-                count: AtomicUsize::new(0),
-                changed: Notify::new(),
-            }),
+            in_flight: Arc::new(InFlight { count: AtomicUsize::new(0), changed: Notify::new() }),
             config,
         })
     }
@@ -94,22 +91,11 @@ impl ServerState {
     /// The model back, when there already is one.
     pub fn set_model(&self, served: ServedModel) -> Result<(), Box<ServedModel>> {
         let num_tokens = u32::try_from(served.tokenizer.vocab_size()).unwrap_or(u32::MAX);
-        let max_token_bytes = (0..num_tokens)
-            .map(|id| served.tokenizer.token_bytes(id).len())
-            .max()
-            .unwrap_or(1)
-            .max(1);
-        let created = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or(Duration::ZERO)
-            .as_secs();
+        let max_token_bytes =
+            (0..num_tokens).map(|id| served.tokenizer.token_bytes(id).len()).max().unwrap_or(1).max(1);
+        let created = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs();
         let metrics = self.metrics.for_model(served.names.first().map_or("", String::as_str));
-        let ready = ReadyModel {
-            served,
-            metrics,
-            created,
-            max_token_bytes,
-        };
+        let ready = ReadyModel { served, metrics, created, max_token_bytes };
         self.model.set(ready).map_err(|ready| Box::new(ready.served))
     }
 
@@ -123,9 +109,7 @@ impl ServerState {
     /// # Errors
     /// 503 while it loads.
     pub(crate) fn model(&self) -> Result<&ReadyModel, ApiError> {
-        self.model
-            .get()
-            .ok_or_else(|| ApiError::unavailable("The model is still loading.", "model_loading"))
+        self.model.get().ok_or_else(|| ApiError::unavailable("The model is still loading.", "model_loading"))
     }
 
     /// Counts a generation request in, for as long as the guard lives.
@@ -134,9 +118,7 @@ impl ServerState {
     /// 503 while the server drains or loads, 429 when too many are in flight.
     pub(crate) fn enter(&self) -> Result<InFlightGuard, ApiError> {
         // Counted before the flag is read, so that a drain that saw zero lets nobody slip in behind it.
-        let guard = InFlightGuard {
-            in_flight: Arc::clone(&self.in_flight),
-        };
+        let guard = InFlightGuard { in_flight: Arc::clone(&self.in_flight) };
         let others = self.in_flight.count.fetch_add(1, Ordering::SeqCst);
         self.model()?;
         if self.draining.load(Ordering::SeqCst) {
@@ -144,9 +126,7 @@ impl ServerState {
         }
         let limit = self.limits().concurrent_requests;
         if others >= limit {
-            return Err(ApiError::too_many_requests(format!(
-                "{limit} requests are in flight. Try again later."
-            )));
+            return Err(ApiError::too_many_requests(format!("{limit} requests are in flight. Try again later.")));
         }
         Ok(guard)
     }
@@ -161,10 +141,7 @@ impl ServerState {
         }
         let status = self.model()?.served.engine.status();
         if let Some(reason) = status.stopped {
-            return Err(ApiError::unavailable(
-                format!("The engine has stopped: {reason}"),
-                "engine_stopped",
-            ));
+            return Err(ApiError::unavailable(format!("The engine has stopped: {reason}"), "engine_stopped"));
         }
         let stalled = Duration::from_micros(status.stalled_for_us);
         if stalled > self.config.stall_timeout {

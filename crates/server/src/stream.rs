@@ -40,17 +40,8 @@ impl<F: AnswerFormat> EventStream<F> {
         include_usage: bool,
         keepalive: Option<Duration>,
     ) -> Self {
-        let keepalive = keepalive.map(|interval| KeepAlive {
-            interval,
-            timer: Box::pin(sleep(interval)),
-        });
-        Self {
-            generation: Some(generation),
-            answer,
-            format,
-            include_usage,
-            keepalive,
-        }
+        let keepalive = keepalive.map(|interval| KeepAlive { interval, timer: Box::pin(sleep(interval)) });
+        Self { generation: Some(generation), answer, format, include_usage, keepalive }
     }
 
     /// Appends what the engine has said since; whether the engine has to be asked again later.

@@ -24,16 +24,10 @@ pub(crate) async fn tokenize(State(state): State<Arc<ServerState>>, request: Req
                 ("chat_template_kwargs", wire.chat_template_kwargs.is_some()),
             ] {
                 if is_set {
-                    return Err(ApiError::bad_field(
-                        name,
-                        format!("'{name}' is only allowed with 'messages'."),
-                    ));
+                    return Err(ApiError::bad_field(name, format!("'{name}' is only allowed with 'messages'.")));
                 }
             }
-            PromptSource::Texts {
-                texts: vec![text],
-                add_special_tokens: wire.add_special_tokens.unwrap_or(true),
-            }
+            PromptSource::Texts { texts: vec![text], add_special_tokens: wire.add_special_tokens.unwrap_or(true) }
         }
         (None, Some(messages)) => {
             if wire.add_special_tokens == Some(true) {
@@ -50,22 +44,14 @@ pub(crate) async fn tokenize(State(state): State<Arc<ServerState>>, request: Req
             )?)
         }
         _ => {
-            return Err(ApiError::bad_field(
-                "prompt",
-                "Exactly one of 'prompt' and 'messages' is required.",
-            ));
+            return Err(ApiError::bad_field("prompt", "Exactly one of 'prompt' and 'messages' is required."));
         }
     };
     let tokens = state.tokenize(source).await?;
     let token_strs = wire
         .return_token_strs
         .unwrap_or(false)
-        .then(|| {
-            tokens
-                .iter()
-                .map(|&id| token_string(&state, id))
-                .collect::<Result<_, _>>()
-        })
+        .then(|| tokens.iter().map(|&id| token_string(&state, id)).collect::<Result<_, _>>())
         .transpose()?;
     to_json(&TokenizeResponse {
         count: tokens.len(),
@@ -82,9 +68,7 @@ pub(crate) async fn detokenize(State(state): State<Arc<ServerState>>, request: R
     model.resolve(wire.model.as_deref())?;
     let ids = token_ids(&wire.tokens, model.served.facts.vocab_size, "tokens")?;
     let skip_special = wire.skip_special_tokens.unwrap_or(false);
-    let prompt = state
-        .off_loop(move |model| Ok(model.served.tokenizer.decode(&ids, skip_special)))
-        .await?;
+    let prompt = state.off_loop(move |model| Ok(model.served.tokenizer.decode(&ids, skip_special))).await?;
     to_json(&DetokenizeResponse { prompt })
 }
 

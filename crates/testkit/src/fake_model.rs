@@ -95,7 +95,7 @@ impl FakeModel {
         generated: usize,
     ) -> Result<u32, String> {
         let mut drawn = mix(mix(visible, params.seed), u64::from(choice));
-        if self.fails_one_in.is_some_and(|n| drawn % n == 0) {
+        if self.fails_one_in.is_some_and(|n| drawn.is_multiple_of(n)) {
             return Err(format!("token {generated} has no finite logits"));
         }
         loop {

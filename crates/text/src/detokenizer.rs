@@ -30,12 +30,7 @@ impl Detokenizer {
     /// A detokenizer that leaves control tokens out of the text. An answer stands after its prompt, so its position
     /// is [`TextPosition::Middle`].
     pub fn new(tokenizer: Arc<Tokenizer>, position: TextPosition) -> Self {
-        Self {
-            tokenizer,
-            position,
-            skip_special: true,
-            buffer: Utf8Buffer::default(),
-        }
+        Self { tokenizer, position, skip_special: true, buffer: Utf8Buffer::default() }
     }
 
     /// The same, with control tokens written out (`skip_special_tokens: false`).
@@ -115,26 +110,17 @@ mod tests {
     /// However the bytes are cut, the pieces joined are the lossy decoding of the whole.
     #[test]
     fn every_cut_of_every_short_sequence_joins_to_the_whole() {
-        let bytes = [
-            b'a', 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xED, 0xA0, 0xFF, 0xF4, 0x90,
-        ];
+        let bytes = [b'a', 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, 0xED, 0xA0, 0xFF, 0xF4, 0x90];
         let mut seed = 7_u64;
         for _ in 0..50_000 {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let len = (seed >> 61) as usize;
-            let text: Vec<u8> = (0..len)
-                .map(|i| bytes[(seed >> (4 * i + 8)) as usize % bytes.len()])
-                .collect();
+            let text: Vec<u8> = (0..len).map(|i| bytes[(seed >> (4 * i + 8)) as usize % bytes.len()]).collect();
             let mut buffer = Utf8Buffer::default();
             let mut joined = String::new();
             for (i, byte) in text.iter().enumerate() {
                 buffer.push(std::slice::from_ref(byte), &mut joined);
-                assert!(
-                    text.starts_with(joined.as_bytes()) || joined.contains('\u{FFFD}'),
-                    "{text:?} at {i}"
-                );
+                assert!(text.starts_with(joined.as_bytes()) || joined.contains('\u{FFFD}'), "{text:?} at {i}");
             }
             buffer.flush(&mut joined);
             assert_eq!(joined, String::from_utf8_lossy(&text), "{text:?}");

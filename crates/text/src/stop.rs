@@ -37,13 +37,7 @@ impl StopMatcher {
     /// [`TextError::EmptyStopString`] for a string without characters.
     pub fn new(stops: &[String]) -> Result<Self, TextError> {
         let automaton = Arc::new(Automaton::new(stops)?);
-        Ok(Self {
-            automaton,
-            state: 0,
-            held: String::new(),
-            enabled: true,
-            includes_stop_string: false,
-        })
+        Ok(Self { automaton, state: 0, held: String::new(), enabled: true, includes_stop_string: false })
     }
 
     /// Shows the stop string that ended the answer, too (`include_stop_str_in_output`).
@@ -81,10 +75,7 @@ impl StopMatcher {
             let end = held_len + offset + 1;
             text.truncate(if self.includes_stop_string { end } else { end - len });
             self.state = 0;
-            return StopProgress {
-                text,
-                matched: Some(index),
-            };
+            return StopProgress { text, matched: Some(index) };
         }
         self.held = text.split_off(text.len() - self.automaton.nodes[self.state].depth);
         StopProgress { text, matched: None }
@@ -116,9 +107,7 @@ struct Node {
 
 impl Automaton {
     fn new(stops: &[String]) -> Result<Self, TextError> {
-        let mut automaton = Self {
-            nodes: vec![Node::default()],
-        };
+        let mut automaton = Self { nodes: vec![Node::default()] };
         for (index, stop) in stops.iter().enumerate() {
             if stop.is_empty() {
                 return Err(TextError::EmptyStopString { index });
@@ -131,11 +120,7 @@ impl Automaton {
     }
 
     fn child(&self, node: usize, byte: u8) -> Option<usize> {
-        self.nodes[node]
-            .children
-            .iter()
-            .find(|(label, _)| *label == byte)
-            .map(|&(_, child)| child)
+        self.nodes[node].children.iter().find(|(label, _)| *label == byte).map(|&(_, child)| child)
     }
 
     fn child_or_insert(&mut self, node: usize, byte: u8) -> usize {
@@ -143,10 +128,7 @@ impl Automaton {
             return child;
         }
         let child = self.nodes.len();
-        self.nodes.push(Node {
-            depth: self.nodes[node].depth + 1,
-            ..Node::default()
-        });
+        self.nodes.push(Node { depth: self.nodes[node].depth + 1, ..Node::default() });
         self.nodes[node].children.push((byte, child));
         child
     }
@@ -211,62 +193,29 @@ mod tests {
         for piece in [" DE", "F", "GH", "I"] {
             assert!(!alphabet.push(piece).text.contains('D'));
         }
-        assert_eq!(
-            alphabet.push("JKL"),
-            StopProgress {
-                text: String::new(),
-                matched: Some(0)
-            }
-        );
+        assert_eq!(alphabet.push("JKL"), StopProgress { text: String::new(), matched: Some(0) });
         assert_eq!(run(matcher(&["DEFGHIJ"]), &["D", "DEF", "GX"]), ("DDEFGX".into(), None));
     }
 
     #[test]
     fn overlaps_and_options() {
         assert_eq!(run(matcher(&["aab"]), &["aa", "ab", "c"]), ("a".into(), Some(0)));
-        assert_eq!(
-            run(matcher(&["bcd", "xabcd"]), &["xab", "cd"]),
-            (String::new(), Some(1))
-        );
+        assert_eq!(run(matcher(&["bcd", "xabcd"]), &["xab", "cd"]), (String::new(), Some(1)));
         assert_eq!(run(matcher(&["xabcde", "bc"]), &["xabcde"]), ("xa".into(), Some(1)));
-        assert_eq!(
-            run(matcher(&["\n"]).including_stop_string(), &["a", "b\nc"]),
-            ("ab\n".into(), Some(0))
-        );
+        assert_eq!(run(matcher(&["\n"]).including_stop_string(), &["a", "b\nc"]), ("ab\n".into(), Some(0)));
         assert_eq!(run(matcher(&[]), &["a", "b"]), ("ab".into(), None));
         assert_eq!(run(matcher(&["漢字"]), &["漢", "漢字"]), ("漢".into(), Some(0)));
-        assert!(matches!(
-            StopMatcher::new(&["a".into(), String::new()]),
-            Err(TextError::EmptyStopString { index: 1 })
-        ));
+        assert!(matches!(StopMatcher::new(&["a".into(), String::new()]), Err(TextError::EmptyStopString { index: 1 })));
     }
 
     #[test]
     fn disabled_text_neither_matches_nor_begins_a_match() {
         let mut stops = matcher(&["ab"]);
         stops.disable();
-        assert_eq!(
-            stops.push("aba"),
-            StopProgress {
-                text: "aba".into(),
-                matched: None
-            }
-        );
+        assert_eq!(stops.push("aba"), StopProgress { text: "aba".into(), matched: None });
         stops.enable();
-        assert_eq!(
-            stops.push("b"),
-            StopProgress {
-                text: "b".into(),
-                matched: None
-            }
-        );
-        assert_eq!(
-            stops.push("ab"),
-            StopProgress {
-                text: String::new(),
-                matched: Some(0)
-            }
-        );
+        assert_eq!(stops.push("b"), StopProgress { text: "b".into(), matched: None });
+        assert_eq!(stops.push("ab"), StopProgress { text: String::new(), matched: Some(0) });
     }
 
     /// Against a matcher that looks at the whole text after each character.
@@ -274,27 +223,18 @@ mod tests {
     fn equals_the_naive_matcher_for_every_cut() {
         let mut seed = 99_u64;
         let mut random = move |n: u64| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (seed >> 33) % n
         };
         for _ in 0..20_000 {
-            let mut word = |max: u64| {
-                (0..=random(max))
-                    .map(|_| ['a', 'b', 'é'][random(3) as usize])
-                    .collect::<String>()
-            };
+            let mut word =
+                |max: u64| (0..=random(max)).map(|_| ['a', 'b', 'é'][random(3) as usize]).collect::<String>();
             let stops = [word(3), word(4), word(2)];
             let text = word(12);
             let mut expected = (text.clone(), None);
             for (at, c) in text.char_indices() {
                 let seen = &text[..at + c.len_utf8()];
-                if let Some(stop) = stops
-                    .iter()
-                    .filter(|s| seen.ends_with(s.as_str()))
-                    .max_by_key(|s| s.len())
-                {
+                if let Some(stop) = stops.iter().filter(|s| seen.ends_with(s.as_str())).max_by_key(|s| s.len()) {
                     let index = stops.iter().position(|s| s == stop);
                     expected = (seen[..seen.len() - stop.len()].to_owned(), index);
                     break;

@@ -12,14 +12,7 @@ use pagemill_text::{
 use serde_json::{Map, Value, json};
 use support::{gguf_chat_template, ids, json, json_lines, model_vocabulary, shared, zoo};
 
-const NOW: LocalTime = LocalTime {
-    year: 2025,
-    month: 7,
-    day: 10,
-    hour: 12,
-    minute: 0,
-    second: 0,
-};
+const NOW: LocalTime = LocalTime { year: 2025, month: 7, day: 10, hour: 12, minute: 0, second: 0 };
 
 fn template(source: &str) -> ChatTemplate {
     ChatTemplate::new(Some(source), tokens()).unwrap()
@@ -27,12 +20,7 @@ fn template(source: &str) -> ChatTemplate {
 
 fn tokens() -> TemplateTokens {
     let some = |text: &str| Some(text.to_owned());
-    TemplateTokens {
-        bos: some("<s>"),
-        eos: some("</s>"),
-        unknown: some("<unk>"),
-        pad: some("<pad>"),
-    }
+    TemplateTokens { bos: some("<s>"), eos: some("</s>"), unknown: some("<unk>"), pad: some("<pad>") }
 }
 
 /// Splits a case of the data files into what [`ChatInput`] knows by name and the rest.
@@ -60,12 +48,7 @@ fn differing_from_golden(guard: &LiteralGuard) -> Option<BTreeMap<String, String
     let folder = shared("data/chat_templates")?;
     let sources: BTreeMap<String, String> = json_lines(&folder.join("llamacpp_templates.jsonl"))
         .iter()
-        .map(|line| {
-            (
-                line["name"].as_str().unwrap().to_owned(),
-                line["template"].as_str().unwrap().to_owned(),
-            )
-        })
+        .map(|line| (line["name"].as_str().unwrap().to_owned(), line["template"].as_str().unwrap().to_owned()))
         .collect();
     let cases = json(&folder.join("golden_cases.json"));
     let golden = json_lines(&folder.join("golden_llamacpp_templates.jsonl"));
@@ -98,10 +81,7 @@ fn differing_from_golden(guard: &LiteralGuard) -> Option<BTreeMap<String, String
         };
         differing.insert(format!("{name} / {case}"), problem);
     }
-    assert!(
-        more_lenient == 26,
-        "{more_lenient} renderings are known to differ, expected 26"
-    );
+    assert!(more_lenient == 26, "{more_lenient} renderings are known to differ, expected 26");
     Some(differing)
 }
 
@@ -149,10 +129,7 @@ fn renders_like_the_published_vectors() {
     for line in json_lines(&path) {
         // The first was made by a JavaScript engine whose `string` filter writes JSON where Python writes `repr`; the
         // second without the `add_generation_prompt` that the reference always passes.
-        if matches!(
-            line["name"].as_str(),
-            Some("MadeAgents/Hammer2.1" | "ai21labs/AI21-Jamba-Large-1.6")
-        ) {
+        if matches!(line["name"].as_str(), Some("MadeAgents/Hammer2.1" | "ai21labs/AI21-Jamba-Large-1.6")) {
             continue;
         }
         let compiled = ChatTemplate::new(line["template"].as_str(), TemplateTokens::default()).unwrap();
@@ -176,13 +153,7 @@ fn renders_and_encodes_like_the_zoo() {
         let template = template(&source);
         for chat in json(&folder.join("golden.json"))["chat"].as_array().unwrap() {
             let messages = chat["messages"].as_array().unwrap();
-            let input = ChatInput {
-                messages,
-                tools: None,
-                add_generation_prompt: true,
-                extra: None,
-                now: NOW,
-            };
+            let input = ChatInput { messages, tools: None, add_generation_prompt: true, extra: None, now: NOW };
             let prompt = template.render(&input, tokenizer.guard()).unwrap();
             assert_eq!(prompt.text, chat["rendered"].as_str().unwrap());
             assert_eq!(tokenizer.encode_prompt(&prompt).unwrap(), ids(&chat["ids"]));
@@ -194,16 +165,8 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
 
 fn encode(tokenizer: &Tokenizer, template: &ChatTemplate, messages: Value) -> Vec<u32> {
     let messages = messages.as_array().unwrap();
-    let input = ChatInput {
-        messages,
-        tools: None,
-        add_generation_prompt: true,
-        extra: None,
-        now: NOW,
-    };
-    tokenizer
-        .encode_prompt(&template.render(&input, tokenizer.guard()).unwrap())
-        .unwrap()
+    let input = ChatInput { messages, tools: None, add_generation_prompt: true, extra: None, now: NOW };
+    tokenizer.encode_prompt(&template.render(&input, tokenizer.guard()).unwrap()).unwrap()
 }
 
 #[test]
@@ -233,13 +196,8 @@ fn users_cannot_write_control_tokens() {
     let through_json = template_of("{{ messages | tojson }}<|im_end|>{{ note }}");
     let extra = json!({"note": "<|im_end|>"}).as_object().unwrap().clone();
     let messages = [json!({"role": "user", "content": "<|im_end|>", "<|im_start|>": 1})];
-    let input = ChatInput {
-        messages: &messages,
-        tools: None,
-        add_generation_prompt: false,
-        extra: Some(&extra),
-        now: NOW,
-    };
+    let input =
+        ChatInput { messages: &messages, tools: None, add_generation_prompt: false, extra: Some(&extra), now: NOW };
     let prompt = through_json.render(&input, tokenizer.guard()).unwrap();
     let encoded = tokenizer.encode_prompt(&prompt).unwrap();
     assert_eq!((count(&encoded, start), count(&encoded, end)), (0, 1));
@@ -252,21 +210,10 @@ fn a_conversation_of_every_private_character_is_refused_not_trusted() {
     let every: String = ('\u{F0000}'..=char::MAX).collect();
     let render = |content: String| {
         let messages = [json!({"role": "user", "content": content})];
-        let input = ChatInput {
-            messages: &messages,
-            tools: None,
-            add_generation_prompt: true,
-            extra: None,
-            now: NOW,
-        };
-        template
-            .render(&input, tokenizer.guard())
-            .and_then(|prompt| tokenizer.encode_prompt(&prompt))
+        let input = ChatInput { messages: &messages, tools: None, add_generation_prompt: true, extra: None, now: NOW };
+        template.render(&input, tokenizer.guard()).and_then(|prompt| tokenizer.encode_prompt(&prompt))
     };
-    assert!(matches!(
-        render(every.clone() + "<|im_end|>"),
-        Err(TextError::NoMarkLeft)
-    ));
+    assert!(matches!(render(every.clone() + "<|im_end|>"), Err(TextError::NoMarkLeft)));
     assert!(render(every).is_ok());
     // A megabyte of literals is no slower than a megabyte of text.
     let start = std::time::Instant::now();
@@ -295,10 +242,7 @@ fn the_template_alone_writes_the_bos() {
         return;
     };
     let tokenizer = Tokenizer::from_gguf(vocabulary).unwrap();
-    let tokens = TemplateTokens {
-        bos: Some("<bos>".into()),
-        ..TemplateTokens::default()
-    };
+    let tokens = TemplateTokens { bos: Some("<bos>".into()), ..TemplateTokens::default() };
     let source =
         "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}";
     let template = ChatTemplate::new(Some(source), tokens).unwrap();
@@ -318,10 +262,7 @@ fn smollm2_renders_its_own_template() {
     let template = template(&source);
     let encoded = encode(&tokenizer, &template, json!([{"role": "user", "content": "hi"}]));
     let text = tokenizer.decode(&encoded, false);
-    assert!(
-        text.ends_with("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
-        "{text:?}"
-    );
+    assert!(text.ends_with("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"), "{text:?}");
     assert_eq!(encoded[0], 1);
 }
 
@@ -373,15 +314,9 @@ fn a_template_refuses_in_its_own_words() {
     }
     assert!(matches!(ChatTemplate::new(None, tokens()), Err(TextError::NoTemplate)));
     let broken = ChatTemplate::new(Some("a\n{% if %}"), tokens());
-    assert!(
-        matches!(broken, Err(TextError::TemplateSyntax { line: 2, .. })),
-        "{broken:?}"
-    );
+    assert!(matches!(broken, Err(TextError::TemplateSyntax { line: 2, .. })), "{broken:?}");
     let failing = template_of("a\n{{ messages[0].no.such }}");
-    assert!(matches!(
-        render(&failing, &case, &LiteralGuard::none()),
-        Err(TextError::TemplateFailed { line: 2, .. })
-    ));
+    assert!(matches!(render(&failing, &case, &LiteralGuard::none()), Err(TextError::TemplateFailed { line: 2, .. })));
 }
 
 #[test]
@@ -400,11 +335,7 @@ fn hostile_templates_are_stopped() {
         let result = ChatTemplate::new(Some(source), tokens())
             .and_then(|template| render(&template, &case, &LiteralGuard::none()));
         assert!(result.is_err(), "{source}");
-        assert!(
-            start.elapsed() < std::time::Duration::from_secs(10),
-            "{source} took {:?}",
-            start.elapsed()
-        );
+        assert!(start.elapsed() < std::time::Duration::from_secs(10), "{source} took {:?}", start.elapsed());
     }
 }
 
@@ -412,8 +343,5 @@ fn hostile_templates_are_stopped() {
 fn generation_tags_and_the_clock() {
     let source = "{%- generation %}a{% endgeneration -%} {{ strftime_now('%d %b %Y') }}{{ messages[0].content }}";
     let case = json!({"messages": [{"role": "user", "content": "x"}]});
-    assert_eq!(
-        render(&template_of(source), &case, &LiteralGuard::none()).unwrap(),
-        "a10 Jul 2025x"
-    );
+    assert_eq!(render(&template_of(source), &case, &LiteralGuard::none()).unwrap(), "a10 Jul 2025x");
 }

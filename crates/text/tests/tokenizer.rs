@@ -19,15 +19,8 @@ fn every_tokenizer() -> Vec<(String, Tokenizer)> {
     let from_gguf = |name: &str, vocabulary: Option<GgufVocabulary>| {
         vocabulary.map(|vocabulary| (name.to_owned(), Tokenizer::from_gguf(vocabulary).unwrap()))
     };
-    let mut all: Vec<_> = ["gpt-2", "qwen2", "phi-3"]
-        .iter()
-        .filter_map(|n| from_gguf(n, vocabulary(n)))
-        .collect();
-    all.extend(
-        [SMOLLM2, GEMMA3]
-            .iter()
-            .filter_map(|name| from_gguf(name, model_vocabulary(name))),
-    );
+    let mut all: Vec<_> = ["gpt-2", "qwen2", "phi-3"].iter().filter_map(|n| from_gguf(n, vocabulary(n))).collect();
+    all.extend([SMOLLM2, GEMMA3].iter().filter_map(|name| from_gguf(name, model_vocabulary(name))));
     all.push(("zoo qwen2".to_owned(), zoo("qwen2").1));
     all
 }
@@ -77,43 +70,23 @@ fn equals_the_reference_of_the_real_models() {
             let mut with_bos: Vec<u32> = tokenizer.bos().filter(|_| tokenizer.add_bos()).into_iter().collect();
             with_bos.extend(&parsed);
             assert_eq!(with_bos, ids(&entry["ids_add_special"]), "{model}: {text:?}");
-            assert_eq!(
-                tokenizer.decode(&parsed, false),
-                entry["detok"].as_str().unwrap(),
-                "{model}: {text:?}"
-            );
+            assert_eq!(tokenizer.decode(&parsed, false), entry["detok"].as_str().unwrap(), "{model}: {text:?}");
         }
     }
 }
 
 #[test]
 fn equals_the_golden_ids_of_the_zoo() {
-    for name in [
-        "llama",
-        "llama3-rope",
-        "llama-yarn",
-        "mistral-swa",
-        "qwen2",
-        "qwen3",
-        "gemma3",
-    ] {
+    for name in ["llama", "llama3-rope", "llama-yarn", "mistral-swa", "qwen2", "qwen3", "gemma3"] {
         let (folder, tokenizer) = zoo(name);
         let golden = json(&folder.join("golden.json"));
         for prompt in golden["prompts"].as_array().unwrap() {
             let text = prompt["text"].as_str().unwrap();
-            assert_eq!(
-                tokenizer.encode_completion(text).unwrap(),
-                ids(&prompt["ids"]),
-                "{name}: {text:?}"
-            );
+            assert_eq!(tokenizer.encode_completion(text).unwrap(), ids(&prompt["ids"]), "{name}: {text:?}");
         }
         for chat in golden["chat"].as_array().unwrap() {
             let rendered = chat["rendered"].as_str().unwrap();
-            assert_eq!(
-                tokenizer.encode(rendered, Special::Parse).unwrap(),
-                ids(&chat["ids"]),
-                "{name}: {rendered:?}"
-            );
+            assert_eq!(tokenizer.encode(rendered, Special::Parse).unwrap(), ids(&chat["ids"]), "{name}: {rendered:?}");
         }
     }
 }
@@ -151,10 +124,7 @@ fn decoding_gives_the_text_back_and_streaming_gives_the_same() {
             let mut joined = String::new();
             for &id in &encoded {
                 let piece = stream.push(id);
-                assert!(
-                    !piece.contains('\u{FFFD}') || text.contains('\u{FFFD}'),
-                    "{name}: {text:?}"
-                );
+                assert!(!piece.contains('\u{FFFD}') || text.contains('\u{FFFD}'), "{name}: {text:?}");
                 joined.push_str(&piece);
             }
             joined.push_str(&stream.flush());
@@ -170,9 +140,7 @@ fn random_ids_stream_like_they_decode() {
         let mut seed = 1_u64;
         for _ in 0..300 {
             let random = (0..40).map(|_| {
-                seed = seed
-                    .wrapping_mul(6_364_136_223_846_793_005)
-                    .wrapping_add(1_442_695_040_888_963_407);
+                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
                 u32::try_from((seed >> 33) % (tokenizer.vocab_size() as u64 + 50)).unwrap()
             });
             let random: Vec<u32> = random.collect();
@@ -204,27 +172,10 @@ fn ids_beyond_the_vocabulary_are_empty() {
 /// test machines are shared. The library behind `tokenizer.json` is allowed twice as long.
 #[test]
 fn long_runs_take_linear_time() {
-    let (len, limit) = if cfg!(debug_assertions) {
-        (100_000, 2.0)
-    } else {
-        (1_000_000, 1.0)
-    };
+    let (len, limit) = if cfg!(debug_assertions) { (100_000, 2.0) } else { (1_000_000, 1.0) };
     for (name, tokenizer) in every_tokenizer() {
         let limit = Duration::from_secs_f64(if name.starts_with("zoo") { 2.0 * limit } else { limit });
-        for unit in [
-            "a",
-            " ",
-            "7",
-            "😀",
-            "\n",
-            "' ",
-            "\u{2581}",
-            "<|im_start|>",
-            "<|im_start",
-            "a b",
-            "é",
-            "漢",
-        ] {
+        for unit in ["a", " ", "7", "😀", "\n", "' ", "\u{2581}", "<|im_start|>", "<|im_start", "a b", "é", "漢"] {
             let text = unit.repeat(len / unit.len());
             let mut took = Duration::MAX;
             for _ in 0..3 {
@@ -303,10 +254,7 @@ fn broken_vocabularies_are_refused_with_the_field() {
     check(|v| v.bos = Some(9), "tokenizer.ggml.bos_token_id");
     check(|v| v.tokens[8] = "<0xZZ>".into(), "<0xZZ>");
     check(|v| v.model = "gpt2".into(), "(missing)");
-    check(
-        |v| (v.model, v.pre) = ("gpt2".into(), Some("smollm".into())),
-        "tokenizer.ggml.merges",
-    );
+    check(|v| (v.model, v.pre) = ("gpt2".into(), Some("smollm".into())), "tokenizer.ggml.merges");
     check(
         |v| {
             (v.model, v.pre) = ("gpt2".into(), Some("smollm".into()));
@@ -322,9 +270,6 @@ fn broken_vocabularies_are_refused_with_the_field() {
         "no-such",
     );
     for bytes in [&b""[..], b"{}", b"[]", br#"{"decoder":{"type":"WordPiece"}}"#, b"\xFF"] {
-        assert!(matches!(
-            Tokenizer::from_hf(bytes, &Default::default()),
-            Err(TextError::BadTokenizerJson { .. })
-        ));
+        assert!(matches!(Tokenizer::from_hf(bytes, &Default::default()), Err(TextError::BadTokenizerJson { .. })));
     }
 }

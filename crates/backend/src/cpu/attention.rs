@@ -151,13 +151,7 @@ impl RowState {
     /// `Self::len(rows, _)` floats from `base` are valid and unshared.
     unsafe fn at(base: *mut f32, rows: usize) -> Self {
         // SAFETY: inside the range given.
-        unsafe {
-            Self {
-                max: base,
-                sum: base.add(rows),
-                acc: base.add((2 * rows).next_multiple_of(16)),
-            }
-        }
+        unsafe { Self { max: base, sum: base.add(rows), acc: base.add((2 * rows).next_multiple_of(16)) } }
     }
 }
 
@@ -208,11 +202,7 @@ pub(crate) fn run(
     };
     scratch.items.sort_unstable_by_key(|item| Reverse(item.cost()));
     let AttentionScratch { items, joins, partials } = scratch;
-    let partials = SendPtr(
-        partials
-            .as_mut()
-            .map_or(std::ptr::null_mut(), |bytes| bytes.as_mut_ptr().cast::<f32>()),
-    );
+    let partials = SendPtr(partials.as_mut().map_or(std::ptr::null_mut(), |bytes| bytes.as_mut_ptr().cast::<f32>()));
     pool.run(items.len(), &|idx| vector_item(kernels, task, &items[idx], partials))?;
     pool.run(joins.len(), &|idx| join_item(kernels, task, &joins[idx], partials))
 }
@@ -244,18 +234,12 @@ fn plan_items(task: &AttentionTask<'_>, scratch: &mut AttentionScratch) -> Resul
     scratch.joins.clear();
     let mut next_token = 0;
     for seq_idx in 0..layout.num_seqs() {
-        let (start, end) = (
-            layout.query_start[seq_idx] as usize,
-            layout.query_start[seq_idx + 1] as usize,
-        );
+        let (start, end) = (layout.query_start[seq_idx] as usize, layout.query_start[seq_idx + 1] as usize);
         let seq_len = layout.seq_lens[seq_idx] as usize;
         // `upload_batch` saw to this; it is asked again because rows are written through pointers.
         let in_batch = start == next_token && start <= end && end <= layout.num_tokens() && end - start <= seq_len;
         ensure("attention", in_batch, || {
-            (
-                "tokens packed end to end".into(),
-                format!("sequence {seq_idx}: tokens {start}..{end} of {seq_len}"),
-            )
+            ("tokens packed end to end".into(), format!("sequence {seq_idx}: tokens {start}..{end} of {seq_len}"))
         })?;
         next_token = end;
         if start == end {
@@ -265,14 +249,9 @@ fn plan_items(task: &AttentionTask<'_>, scratch: &mut AttentionScratch) -> Resul
         let see_from = visible_begin(first_position, params.window);
         let table = sequence_table(task, seq_idx);
         let used = see_from / kv.block_size()..seq_len.div_ceil(kv.block_size());
-        let in_pool = table
-            .get(used)
-            .is_some_and(|used| used.iter().all(|&block| (block as usize) < kv.num_blocks()));
+        let in_pool = table.get(used).is_some_and(|used| used.iter().all(|&block| (block as usize) < kv.num_blocks()));
         ensure("attention", in_pool, || {
-            (
-                format!("sequence {seq_idx}: a block for each position in sight"),
-                format!("{table:?}"),
-            )
+            (format!("sequence {seq_idx}: a block for each position in sight"), format!("{table:?}"))
         })?;
         for first_token in (start..end).step_by(tokens_per_item) {
             let num_tokens = tokens_per_item.min(end - first_token);
@@ -310,12 +289,8 @@ fn sequence_table<'a>(task: &AttentionTask<'a>, seq_idx: usize) -> &'a [u32] {
 fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut AttentionScratch) -> usize {
     let rows_per_token = params.num_heads / params.num_kv_heads;
     let state_len = |item: &WorkItem| RowState::len(item.num_tokens * rows_per_token, params.head_dim);
-    let total: usize = scratch
-        .items
-        .iter()
-        .filter(|item| item.spans.len() > 1)
-        .map(|item| item.spans.len() * state_len(item))
-        .sum();
+    let total: usize =
+        scratch.items.iter().filter(|item| item.spans.len() > 1).map(|item| item.spans.len() * state_len(item)).sum();
     if num_threads == 1 || scratch.items.len() >= num_threads * ITEMS_PER_THREAD || total > PARTIAL_FLOATS {
         return 0;
     }
@@ -335,23 +310,13 @@ fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut Atten
         scratch.items[idx] = parts.next().unwrap_or_else(|| item.clone());
         scratch.items.extend(parts);
         next += item.spans.len() * len;
-        scratch.joins.push(WorkItem {
-            partial_start: Some(next - item.spans.len() * len),
-            ..item
-        });
+        scratch.joins.push(WorkItem { partial_start: Some(next - item.spans.len() * len), ..item });
     }
     next
 }
 
 fn scalar_item(task: &AttentionTask<'_>, item: &WorkItem) {
-    let AttentionParams {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        scale,
-        window,
-        ..
-    } = *task.params;
+    let AttentionParams { num_heads, num_kv_heads, head_dim, scale, window, .. } = *task.params;
     let heads_per_kv = num_heads / num_kv_heads;
     let table = sequence_table(task, item.seq_idx);
     ITEM_SCRATCH.with_borrow_mut(|scores| {
@@ -364,17 +329,7 @@ fn scalar_item(task: &AttentionTask<'_>, item: &WorkItem) {
                 // SAFETY: items own disjoint (tokens, heads) of the output, whose shape was checked.
                 let out = unsafe { task.out.row_mut(row, cols) };
                 let begin = visible_begin(position, window);
-                reference::attention_row(
-                    q,
-                    &task.kv,
-                    item.kv_head,
-                    table,
-                    begin,
-                    position + 1,
-                    scale,
-                    scores,
-                    out,
-                );
+                reference::attention_row(q, &task.kv, item.kv_head, table, begin, position + 1, scale, scores, out);
             }
         }
     });
@@ -391,12 +346,7 @@ fn with_scratch(len: usize, work: impl FnOnce(*mut f32)) {
 }
 
 fn vector_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &WorkItem, partials: SendPtr<f32>) {
-    let AttentionParams {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        ..
-    } = *task.params;
+    let AttentionParams { num_heads, num_kv_heads, head_dim, .. } = *task.params;
     let rows = item.num_tokens * (num_heads / num_kv_heads);
     let state_len = RowState::len(rows, head_dim);
     with_scratch(rows * SPAN + 2 * state_len, |scratch| {
@@ -423,12 +373,7 @@ fn vector_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &Work
 }
 
 fn join_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &WorkItem, partials: SendPtr<f32>) {
-    let AttentionParams {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        ..
-    } = *task.params;
+    let AttentionParams { num_heads, num_kv_heads, head_dim, .. } = *task.params;
     let rows = item.num_tokens * (num_heads / num_kv_heads);
     let state_len = RowState::len(rows, head_dim);
     let start = item.partial_start.unwrap_or(0);
@@ -446,12 +391,7 @@ fn join_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &WorkIt
 /// # Safety
 /// `state` is valid for the item's rows.
 unsafe fn finish_rows(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &WorkItem, state: RowState) {
-    let AttentionParams {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        ..
-    } = *task.params;
+    let AttentionParams { num_heads, num_kv_heads, head_dim, .. } = *task.params;
     let heads_per_kv = num_heads / num_kv_heads;
     for row in 0..item.num_tokens * heads_per_kv {
         let (token, head) = (row / heads_per_kv, item.kv_head * heads_per_kv + row % heads_per_kv);
@@ -465,14 +405,7 @@ unsafe fn finish_rows(kernels: &AttentionKernels, task: &AttentionTask<'_>, item
 
 /// Looks up the tiles of one span in the block table: the only place that walks it.
 fn span_input(task: &AttentionTask<'_>, item: &WorkItem, span: usize) -> SpanInput {
-    let AttentionParams {
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        scale,
-        window,
-        ..
-    } = *task.params;
+    let AttentionParams { num_heads, num_kv_heads, head_dim, scale, window, .. } = *task.params;
     let heads_per_kv = num_heads / num_kv_heads;
     let table = sequence_table(task, item.seq_idx);
     let span_start = span * SPAN;

@@ -152,10 +152,7 @@ fn gated<const GELU: bool>(gate: &[f32], up: &[f32], out: &mut [f32]) {
     // SAFETY: arrays of one register each.
     unsafe {
         let value = gate8::<GELU>(_mm256_loadu_ps(rest[0].as_ptr()));
-        _mm256_storeu_ps(
-            last.as_mut_ptr(),
-            _mm256_mul_ps(value, _mm256_loadu_ps(rest[1].as_ptr())),
-        );
+        _mm256_storeu_ps(last.as_mut_ptr(), _mm256_mul_ps(value, _mm256_loadu_ps(rest[1].as_ptr())));
     }
     out[whole..len].copy_from_slice(&last[..num_rest]);
 }

@@ -15,13 +15,7 @@ use std::ops::Range;
 pub(crate) static KERNELS: AttentionKernels = AttentionKernels {
     span: |input, scores, state| {
         // SAFETY: the table's contract; it is only handed out for an Isa that this machine has.
-        unsafe {
-            if input.is_f16 {
-                span::<true>(input, scores, state)
-            } else {
-                span::<false>(input, scores, state)
-            }
-        }
+        unsafe { if input.is_f16 { span::<true>(input, scores, state) } else { span::<false>(input, scores, state) } }
     },
     join: |earlier, later, rows, head_dim| {
         // SAFETY: as above.
@@ -40,13 +34,7 @@ unsafe fn span<const HALF: bool>(input: &SpanInput, scores: *mut f32, state: Row
         score_rows::<HALF>(input, scores);
         for row in 0..input.num_rows() {
             let visible = input.visible(row / input.heads_per_kv);
-            softmax_row(
-                input.scale,
-                scores.add(row * SPAN),
-                visible,
-                state.max.add(row),
-                state.sum.add(row),
-            );
+            softmax_row(input.scale, scores.add(row * SPAN), visible, state.max.add(row), state.sum.add(row));
         }
         weigh_rows::<HALF>(input, scores, state.acc);
     }
@@ -188,10 +176,7 @@ unsafe fn softmax_row(scale: f32, scores: *mut f32, visible: Range<usize>, max: 
         let lane_idx = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
         // Small non-negative numbers: positions within a span.
         #[allow(clippy::cast_possible_truncation, clippy::cast_possible_wrap)]
-        let (begin, end) = (
-            _mm256_set1_epi32(visible.start as i32 - 1),
-            _mm256_set1_epi32(visible.end as i32),
-        );
+        let (begin, end) = (_mm256_set1_epi32(visible.start as i32 - 1), _mm256_set1_epi32(visible.end as i32));
         let mut greatest = hidden;
         for group in groups.clone() {
             let at = scores.add(group * LANES);

@@ -61,15 +61,7 @@ unsafe fn tile<const KIND: u8>(
             let mut token = first;
             while token < end {
                 let x = x[token * cols..].as_ptr();
-                let block = Block {
-                    x,
-                    w,
-                    cols,
-                    token,
-                    row,
-                    num_rows,
-                    out,
-                };
+                let block = Block { x, w, cols, token, row, num_rows, out };
                 // SAFETY: rows and tokens of the block are inside the tile.
                 unsafe {
                     match end - token {
@@ -172,11 +164,7 @@ unsafe fn rest<const KIND: u8>(row: *const u8, col: usize, cols: usize) -> __m25
     let mut padded = [0_u8; 4 * LANES];
     // SAFETY: by contract, and at most 28 bytes.
     unsafe {
-        std::ptr::copy_nonoverlapping(
-            row.add(col * elem_bytes),
-            padded.as_mut_ptr(),
-            (cols - col) * elem_bytes,
-        );
+        std::ptr::copy_nonoverlapping(row.add(col * elem_bytes), padded.as_mut_ptr(), (cols - col) * elem_bytes);
         widen::<KIND>(padded.as_ptr(), 0)
     }
 }

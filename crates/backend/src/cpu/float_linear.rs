@@ -24,12 +24,7 @@ impl FloatWeight {
     /// Takes `bytes`, `rows * dtype.row_bytes(cols)` long.
     pub(crate) fn new(dtype: DType, cols: usize, bytes: AlignedBytes, isa: Isa) -> Self {
         debug_assert!(!dtype.is_quantized());
-        Self {
-            bytes,
-            dtype,
-            cols,
-            isa,
-        }
+        Self { bytes, dtype, cols, isa }
     }
 
     /// Bytes held.
@@ -50,25 +45,15 @@ impl FloatWeight {
 
     /// The row's values, `out` `[C]`.
     pub(crate) fn dequantize_row(&self, row: usize, out: &mut [f32]) {
-        out.iter_mut()
-            .zip(self.values(row))
-            .for_each(|(out, value)| *out = value);
+        out.iter_mut().zip(self.values(row)).for_each(|(out, value)| *out = value);
     }
 
     fn values(&self, row: usize) -> Box<dyn Iterator<Item = f32> + '_> {
         let bytes = self.row(row);
         match self.dtype {
             DType::F16 => Box::new(bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32())),
-            DType::BF16 => Box::new(
-                bytes
-                    .chunks_exact(2)
-                    .map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32()),
-            ),
-            _ => Box::new(
-                bytes
-                    .chunks_exact(4)
-                    .map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])),
-            ),
+            DType::BF16 => Box::new(bytes.chunks_exact(2).map(|b| bf16::from_le_bytes([b[0], b[1]]).to_f32())),
+            _ => Box::new(bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
         }
     }
 

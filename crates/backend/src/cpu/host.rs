@@ -11,10 +11,7 @@ pub(crate) fn usable_cores() -> usize {
 /// Bytes that this process may still take: what the OS calls available, cut by its cgroup's limit.
 /// 0 when unknown.
 pub(crate) fn available_memory_bytes() -> u64 {
-    let machine = std::fs::read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| meminfo_available(&text))
-        .unwrap_or(0);
+    let machine = std::fs::read_to_string("/proc/meminfo").ok().and_then(|text| meminfo_available(&text)).unwrap_or(0);
     cgroup_memory_left().map_or(machine, |left| if machine == 0 { left } else { machine.min(left) })
 }
 
@@ -28,9 +25,7 @@ fn affinity_cores() -> Option<usize> {
         return None;
     }
     // SAFETY: reads the set filled above.
-    usize::try_from(unsafe { libc::CPU_COUNT(&set) })
-        .ok()
-        .filter(|&n| n > 0)
+    usize::try_from(unsafe { libc::CPU_COUNT(&set) }).ok().filter(|&n| n > 0)
 }
 
 #[cfg(not(target_os = "linux"))]
@@ -123,10 +118,7 @@ mod tests {
 
     #[test]
     fn meminfo_is_in_kib() {
-        assert_eq!(
-            meminfo_available("MemTotal: 9 kB\nMemAvailable:   12 kB\n"),
-            Some(12 * 1024)
-        );
+        assert_eq!(meminfo_available("MemTotal: 9 kB\nMemAvailable:   12 kB\n"), Some(12 * 1024));
         assert_eq!(meminfo_available("MemTotal: 9 kB\n"), None);
     }
 

@@ -42,33 +42,14 @@ impl KvLayer {
     }
 
     fn over(op: &'static str, spec: &KvPoolSpec, base: *mut u8, len: usize) -> Result<Self, BackendError> {
-        let KvPoolSpec {
-            num_blocks,
-            block_size,
-            num_kv_heads,
-            head_dim,
-            dtype,
-            ..
-        } = *spec;
-        ensure(op, matches!(dtype, DType::F16 | DType::F32), || {
-            ("a pool of F16 or F32".into(), dtype.to_string())
-        })?;
+        let KvPoolSpec { num_blocks, block_size, num_kv_heads, head_dim, dtype, .. } = *spec;
+        ensure(op, matches!(dtype, DType::F16 | DType::F32), || ("a pool of F16 or F32".into(), dtype.to_string()))?;
         ensure(op, block_size > 0 && block_size.is_multiple_of(TILE), || {
             (format!("a block size in multiples of {TILE}"), block_size.to_string())
         })?;
-        let view = Self {
-            base,
-            num_blocks,
-            block_size,
-            num_kv_heads,
-            head_dim,
-            is_f16: dtype == DType::F16,
-        };
+        let view = Self { base, num_blocks, block_size, num_kv_heads, head_dim, is_f16: dtype == DType::F16 };
         ensure(op, num_blocks * view.block_bytes() <= len, || {
-            (
-                format!("a pool tensor of {} bytes", num_blocks * view.block_bytes()),
-                len.to_string(),
-            )
+            (format!("a pool tensor of {} bytes", num_blocks * view.block_bytes()), len.to_string())
         })?;
         Ok(view)
     }
@@ -105,20 +86,17 @@ impl KvLayer {
 
     /// K of `TILE` tokens from `offset` (a multiple of `TILE`) of a block: `[E, TILE]`.
     pub(crate) fn k_tile(&self, block: usize, kv_head: usize, offset: usize) -> *const u8 {
-        self.head_start(block, 0, kv_head)
-            .wrapping_add(offset * self.head_dim * self.elem_bytes())
+        self.head_start(block, 0, kv_head).wrapping_add(offset * self.head_dim * self.elem_bytes())
     }
 
     /// V of the tokens from `offset` of a block: `[.., E]`.
     pub(crate) fn v_rows(&self, block: usize, kv_head: usize, offset: usize) -> *const u8 {
-        self.head_start(block, 1, kv_head)
-            .wrapping_add(offset * self.head_dim * self.elem_bytes())
+        self.head_start(block, 1, kv_head).wrapping_add(offset * self.head_dim * self.elem_bytes())
     }
 
     fn head_start(&self, block: usize, k_or_v: usize, kv_head: usize) -> *mut u8 {
         debug_assert!(block < self.num_blocks && kv_head < self.num_kv_heads);
-        self.base
-            .wrapping_add(((block * 2 + k_or_v) * self.num_kv_heads + kv_head) * self.half_bytes())
+        self.base.wrapping_add(((block * 2 + k_or_v) * self.num_kv_heads + kv_head) * self.half_bytes())
     }
 
     /// Element `e` of K.
@@ -136,11 +114,7 @@ impl KvLayer {
         // SAFETY: the caller's block, head and offset are inside the pool (asserted in debug builds,
         // checked by the op), and `idx` inside the head; elements are aligned as the pool is.
         unsafe {
-            if self.is_f16 {
-                base.cast::<f16>().add(idx).read().to_f32()
-            } else {
-                base.cast::<f32>().add(idx).read()
-            }
+            if self.is_f16 { base.cast::<f16>().add(idx).read().to_f32() } else { base.cast::<f32>().add(idx).read() }
         }
     }
 
@@ -172,10 +146,7 @@ impl KvLayer {
                 for (nth, piece) in k.chunks(halves.len()).enumerate() {
                     to_f16(piece, &mut halves[..piece.len()]);
                     for (e, half) in halves[..piece.len()].iter().enumerate() {
-                        k_base
-                            .cast::<f16>()
-                            .add((nth * halves.len() + e) * TILE + lane)
-                            .write(*half);
+                        k_base.cast::<f16>().add((nth * halves.len() + e) * TILE + lane).write(*half);
                     }
                 }
             } else {

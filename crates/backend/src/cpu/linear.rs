@@ -35,10 +35,7 @@ unsafe impl Sync for OutMatrix {}
 impl OutMatrix {
     /// A view of `out`, rows of `num_cols`.
     pub(crate) fn new(out: &mut [f32], num_cols: usize) -> Self {
-        Self {
-            ptr: out.as_mut_ptr(),
-            num_cols,
-        }
+        Self { ptr: out.as_mut_ptr(), num_cols }
     }
 
     /// Elements from one row to the next.
@@ -141,32 +138,16 @@ impl TileGrid {
     ) -> Self {
         let row_tile = row_tile.max(1);
         let wanted_tiles = num_threads * TILES_PER_THREAD;
-        let target_bytes = if num_threads == 1 {
-            usize::MAX
-        } else {
-            (op_bytes / wanted_tiles).max(MIN_TILE_BYTES)
-        };
+        let target_bytes = if num_threads == 1 { usize::MAX } else { (op_bytes / wanted_tiles).max(MIN_TILE_BYTES) };
         let mut tile_rows = (target_bytes / row_bytes.max(1)).max(1);
         if num_tokens >= MIN_TILE_TOKENS {
             tile_rows = tile_rows.min(MAX_TILE_FEATURES);
         }
         let tile_rows = tile_rows.min(num_rows.max(1)).next_multiple_of(row_tile);
         let row_tiles = num_rows.div_ceil(tile_rows).max(1);
-        let token_tiles = if num_threads == 1 {
-            1
-        } else {
-            wanted_tiles.div_ceil(row_tiles)
-        };
-        let tile_tokens = num_tokens
-            .div_ceil(token_tiles)
-            .next_multiple_of(MIN_TILE_TOKENS)
-            .min(num_tokens.max(1));
-        Self {
-            num_rows,
-            num_tokens,
-            tile_rows,
-            tile_tokens,
-        }
+        let token_tiles = if num_threads == 1 { 1 } else { wanted_tiles.div_ceil(row_tiles) };
+        let tile_tokens = num_tokens.div_ceil(token_tiles).next_multiple_of(MIN_TILE_TOKENS).min(num_tokens.max(1));
+        Self { num_rows, num_tokens, tile_rows, tile_tokens }
     }
 
     /// Tiles in the grid.
@@ -179,10 +160,7 @@ impl TileGrid {
         let token_tiles = self.num_tokens.div_ceil(self.tile_tokens);
         let (row_idx, token_idx) = (idx / token_tiles, idx % token_tiles);
         let cut = |idx: usize, size: usize, end: usize| idx * size..((idx + 1) * size).min(end);
-        (
-            cut(token_idx, self.tile_tokens, self.num_tokens),
-            cut(row_idx, self.tile_rows, self.num_rows),
-        )
+        (cut(token_idx, self.tile_tokens, self.num_tokens), cut(row_idx, self.tile_rows, self.num_rows))
     }
 }
 
@@ -206,14 +184,7 @@ pub(crate) fn run(
     let mut grids = [TileGrid::default(); MAX_PARTS];
     for (grid, part) in grids.iter_mut().zip(parts.iter().flatten()) {
         let row_bytes = part.weight.len_bytes() / part.rows.max(1);
-        *grid = TileGrid::plan(
-            part.rows,
-            row_bytes,
-            part.weight.row_tile(),
-            num_tokens,
-            op_bytes,
-            pool.num_threads(),
-        );
+        *grid = TileGrid::plan(part.rows, row_bytes, part.weight.row_tile(), num_tokens, op_bytes, pool.num_threads());
     }
     let total_tiles = grids.iter().map(TileGrid::num_tiles).sum();
     pool.run(total_tiles, &|mut tile_idx| {
@@ -289,9 +260,7 @@ unsafe fn product_tile(
         for token in tokens {
             // SAFETY: this function's contract.
             let out = unsafe { part.out.row_mut(token, rows.clone()) };
-            out.iter_mut()
-                .zip(&bias[rows.clone()])
-                .for_each(|(out, bias)| *out += bias);
+            out.iter_mut().zip(&bias[rows.clone()]).for_each(|(out, bias)| *out += bias);
         }
     }
 }

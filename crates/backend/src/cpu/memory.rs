@@ -41,17 +41,9 @@ impl AlignedBytes {
     pub(crate) fn zeroed(len: usize, what: &str) -> Result<Self, BackendError> {
         if len == 0 {
             let ptr = NonNull::new(std::ptr::without_provenance_mut(ALIGNMENT)).unwrap_or(NonNull::dangling());
-            return Ok(Self {
-                ptr,
-                len,
-                origin: Origin::Empty,
-            });
+            return Ok(Self { ptr, len, origin: Origin::Empty });
         }
-        let refused = || BackendError::OutOfMemory {
-            device: "cpu".into(),
-            what: what.to_owned(),
-            bytes: len,
-        };
+        let refused = || BackendError::OutOfMemory { device: "cpu".into(), what: what.to_owned(), bytes: len };
         #[cfg(unix)]
         if len >= MAP_THRESHOLD_BYTES {
             return Self::mapped(len).ok_or_else(refused);
@@ -59,11 +51,7 @@ impl AlignedBytes {
         let layout = std::alloc::Layout::from_size_align(len, ALIGNMENT).map_err(|_| refused())?;
         // SAFETY: `layout` has a non-zero size (`len > 0`).
         let ptr = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) }).ok_or_else(refused)?;
-        Ok(Self {
-            ptr,
-            len,
-            origin: Origin::Heap(layout),
-        })
+        Ok(Self { ptr, len, origin: Origin::Heap(layout) })
     }
 
     #[cfg(unix)]
@@ -89,11 +77,7 @@ impl AlignedBytes {
         unsafe {
             libc::madvise(ptr, len, libc::MADV_HUGEPAGE);
         }
-        Some(Self {
-            ptr: NonNull::new(ptr.cast())?,
-            len,
-            origin: Origin::Mapped { len },
-        })
+        Some(Self { ptr: NonNull::new(ptr.cast())?, len, origin: Origin::Mapped { len } })
     }
 
     /// Length in bytes.
@@ -161,19 +145,12 @@ pub(crate) struct CpuBuffer {
 impl CpuBuffer {
     /// A buffer that frees its bytes on drop.
     pub(crate) fn owned(bytes: AlignedBytes) -> Self {
-        Self {
-            bytes: Some(bytes),
-            home: None,
-        }
+        Self { bytes: Some(bytes), home: None }
     }
 
     /// The bytes.
     pub(crate) fn bytes(&self) -> &AlignedBytes {
-        static EMPTY: AlignedBytes = AlignedBytes {
-            ptr: NonNull::dangling(),
-            len: 0,
-            origin: Origin::Empty,
-        };
+        static EMPTY: AlignedBytes = AlignedBytes { ptr: NonNull::dangling(), len: 0, origin: Origin::Empty };
         self.bytes.as_ref().unwrap_or(&EMPTY)
     }
 
@@ -238,10 +215,7 @@ impl Workspace {
             state.growths += 1;
             bytes
         };
-        Ok(CpuBuffer {
-            bytes: Some(bytes),
-            home: Some(Arc::clone(self)),
-        })
+        Ok(CpuBuffer { bytes: Some(bytes), home: Some(Arc::clone(self)) })
     }
 
     fn give_back(&self, bytes: AlignedBytes) {
@@ -259,13 +233,11 @@ impl Workspace {
 
 /// Elements of a float pool or weight as raw bytes, sized with checked arithmetic.
 pub(crate) fn checked_bytes(what: &str, dtype: DType, rows: usize, cols: usize) -> Result<usize, BackendError> {
-    dtype
-        .row_bytes(cols)
-        .and_then(|row| row.checked_mul(rows))
-        .filter(|&n| isize::try_from(n).is_ok())
-        .ok_or_else(|| BackendError::Shape {
+    dtype.row_bytes(cols).and_then(|row| row.checked_mul(rows)).filter(|&n| isize::try_from(n).is_ok()).ok_or_else(
+        || BackendError::Shape {
             op: "size",
             expected: format!("{what}: whole blocks of {dtype} and a size that fits in memory"),
             got: format!("{rows} x {cols}"),
-        })
+        },
+    )
 }

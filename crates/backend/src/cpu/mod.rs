@@ -99,18 +99,9 @@ impl CpuBackend {
     /// asked for, or a thread cannot be started.
     pub fn new(config: CpuConfig) -> Result<Self, BackendError> {
         let isa = config.isa.unwrap_or_else(Isa::detect);
-        let refuse = |detail: String| {
-            Err(BackendError::Device {
-                device: "cpu".into(),
-                detail,
-            })
-        };
+        let refuse = |detail: String| Err(BackendError::Device { device: "cpu".into(), detail });
         if !isa.is_available() {
-            return refuse(format!(
-                "this machine lacks {}; its best is {}",
-                isa.name(),
-                Isa::detect().name()
-            ));
+            return refuse(format!("this machine lacks {}; its best is {}", isa.name(), Isa::detect().name()));
         }
         let num_threads = config.num_threads.unwrap_or_else(host::usable_cores);
         if num_threads == 0 {
@@ -163,13 +154,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 fn cpu_weight<'a>(op: &'static str, weight: &'a Weight) -> Result<&'a CpuWeight, BackendError> {
-    weight.buffer().as_any().downcast_ref().ok_or_else(|| {
-        shape_error(
-            op,
-            "a weight of the cpu device",
-            format!("{} of another device", weight.name()),
-        )
-    })
+    weight
+        .buffer()
+        .as_any()
+        .downcast_ref()
+        .ok_or_else(|| shape_error(op, "a weight of the cpu device", format!("{} of another device", weight.name())))
 }
 
 impl Backend for CpuBackend {
@@ -189,35 +178,18 @@ impl Backend for CpuBackend {
         desc: WeightDesc,
         read: &mut dyn FnMut(usize, usize, &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>,
     ) -> Result<Weight, BackendError> {
-        let WeightDesc {
-            name,
-            dtype,
-            rows,
-            cols,
-        } = desc;
+        let WeightDesc { name, dtype, rows, cols } = desc;
         let total = checked_bytes(&name, dtype, rows, cols)?;
         let mut stored = AlignedBytes::zeroed(total, &name)?;
         if let Some(row_bytes) = dtype.row_bytes(cols).filter(|&bytes| bytes > 0) {
             let rows_per_piece = (LOAD_PIECE_BYTES / row_bytes).max(1);
             for (piece_idx, piece) in stored.as_mut_slice().chunks_mut(rows_per_piece * row_bytes).enumerate() {
-                read(piece_idx * rows_per_piece, piece.len() / row_bytes, piece).map_err(|source| {
-                    BackendError::WeightRead {
-                        name: name.clone(),
-                        source,
-                    }
-                })?;
+                read(piece_idx * rows_per_piece, piece.len() / row_bytes, piece)
+                    .map_err(|source| BackendError::WeightRead { name: name.clone(), source })?;
             }
         }
         let weight = if dtype.is_quantized() {
-            CpuWeight::Quantized(PackedWeight::new(
-                &name,
-                dtype,
-                rows,
-                cols,
-                stored,
-                self.isa,
-                self.activations,
-            )?)
+            CpuWeight::Quantized(PackedWeight::new(&name, dtype, rows, cols, stored, self.isa, self.activations)?)
         } else {
             CpuWeight::Float(FloatWeight::new(dtype, cols, stored, self.isa))
         };
@@ -232,9 +204,7 @@ impl Backend for CpuBackend {
     }
 
     fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
-        let buffer = self
-            .workspace
-            .take(checked_bytes("temporary", DType::F32, rows, cols)?)?;
+        let buffer = self.workspace.take(checked_bytes("temporary", DType::F32, rows, cols)?)?;
         Ok(Tensor::from_buffer(rows, cols, DType::F32, Box::new(buffer)))
     }
 
@@ -255,9 +225,8 @@ impl Backend for CpuBackend {
             .try_fold(2_usize, usize::checked_mul)
             .ok_or_else(|| shape_error("alloc_kv", "a block that fits in memory", format!("{spec:?}")))?;
         let bytes = checked_bytes("KV pool", spec.dtype, spec.num_blocks, cols)?;
-        let layers = (0..spec.layers_per_group)
-            .map(|_| self.buffer("the KV pool", bytes))
-            .collect::<Result<Vec<_>, _>>()?;
+        let layers =
+            (0..spec.layers_per_group).map(|_| self.buffer("the KV pool", bytes)).collect::<Result<Vec<_>, _>>()?;
         let mut pool = KvPool::from_buffers(spec.clone(), layers);
         for layer_idx in 0..spec.layers_per_group {
             kv_layer_mut("alloc_kv", &mut pool, layer_idx)?;
@@ -270,10 +239,7 @@ impl Backend for CpuBackend {
         let num_blocks = kv.spec().num_blocks;
         for copy in copies {
             ensure(OP, (copy.src.max(copy.dst) as usize) < num_blocks, || {
-                (
-                    format!("blocks below {num_blocks}"),
-                    format!("{} to {}", copy.src, copy.dst),
-                )
+                (format!("blocks below {num_blocks}"), format!("{} to {}", copy.src, copy.dst))
             })?;
         }
         for layer_idx in 0..kv.spec().layers_per_group {
@@ -303,11 +269,7 @@ impl Backend for CpuBackend {
         const OP: &str = "embed";
         ensure_shape(OP, "out", out, ids.len(), table.cols())?;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
-            return Err(shape_error(
-                OP,
-                format!("token ids below {}", table.rows()),
-                id.to_string(),
-            ));
+            return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
         }
         let (cols, weight) = (table.cols(), cpu_weight(OP, table)?);
         self.by_rows(elements_mut(OP, out)?, cols, &|first, rows| {
@@ -374,14 +336,10 @@ impl Backend for CpuBackend {
         for part in &*parts {
             let rows = part.weight.rows();
             ensure(OP, part.weight.cols() == cols, || {
-                (
-                    format!("x with {} columns for {}", part.weight.cols(), part.weight.name()),
-                    cols.to_string(),
-                )
+                (format!("x with {} columns for {}", part.weight.cols(), part.weight.name()), cols.to_string())
             })?;
             ensure_shape(OP, "out", part.out, num_tokens, rows)?;
-            part.bias
-                .map_or(Ok(()), |bias| ensure_shape(OP, "bias", bias, 1, rows))?;
+            part.bias.map_or(Ok(()), |bias| ensure_shape(OP, "bias", bias, 1, rows))?;
             cpu_weight(OP, part.weight)?;
         }
         let x = elements(OP, x)?;
@@ -415,16 +373,9 @@ impl Backend for CpuBackend {
     ) -> Result<(), BackendError> {
         const OP: &str = "rope";
         let (cols, pairs) = (x.cols(), table.inv_freq.len());
-        ensure(
-            OP,
-            head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim,
-            || {
-                (
-                    format!("whole heads of at least {} elements", 2 * pairs),
-                    format!("{cols} columns, heads of {head_dim}"),
-                )
-            },
-        )?;
+        ensure(OP, head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim, || {
+            (format!("whole heads of at least {} elements", 2 * pairs), format!("{cols} columns, heads of {head_dim}"))
+        })?;
         ensure_shape(OP, "x", x, batch.layout.num_tokens(), cols)?;
         let x = elements_mut(OP, x)?;
         if pairs == 0 {
@@ -433,10 +384,7 @@ impl Backend for CpuBackend {
         let mut angles = lock(&self.angles);
         let angles = angles.get(&self.pool, table, &batch.layout.positions)?;
         self.by_rows(x, cols, &|first, rows| {
-            for (row, angles) in rows
-                .chunks_exact_mut(cols)
-                .zip(angles[first * 2 * pairs..].chunks_exact(2 * pairs))
-            {
+            for (row, angles) in rows.chunks_exact_mut(cols).zip(angles[first * 2 * pairs..].chunks_exact(2 * pairs)) {
                 let (cos, sin) = angles.split_at(pairs);
                 for head in row.chunks_exact_mut(head_dim) {
                     match table.style {
@@ -474,11 +422,7 @@ impl Backend for CpuBackend {
         // Split by head and not by token: even two tokens that name one slot (a fault of the caller)
         // are then written by one thread, one after the other.
         let head_dim = params.head_dim;
-        let heads_per_chunk = if slots.len() * cols < MIN_CHUNK_ELEMS {
-            params.num_kv_heads
-        } else {
-            1
-        };
+        let heads_per_chunk = if slots.len() * cols < MIN_CHUNK_ELEMS { params.num_kv_heads } else { 1 };
         self.pool.run(params.num_kv_heads / heads_per_chunk, &|chunk| {
             for ((&slot, k), v) in slots.iter().zip(k.chunks_exact(cols)).zip(v.chunks_exact(cols)) {
                 for kv_head in chunk * heads_per_chunk..(chunk + 1) * heads_per_chunk {
@@ -558,24 +502,18 @@ impl Backend for CpuBackend {
 
     fn scale(&self, x: &mut Tensor, scale: f32) -> Result<(), BackendError> {
         let cols = x.cols();
-        self.by_rows(elements_mut("scale", x)?, cols, &|_, rows| {
-            (self.rows.scale)(rows, scale)
-        })
+        self.by_rows(elements_mut("scale", x)?, cols, &|_, rows| (self.rows.scale)(rows, scale))
     }
 
     fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError> {
         let cols = x.cols();
-        self.by_rows(elements_mut("soft_cap", x)?, cols, &|_, rows| {
-            reference::soft_cap(rows, cap)
-        })
+        self.by_rows(elements_mut("soft_cap", x)?, cols, &|_, rows| reference::soft_cap(rows, cap))
     }
 
     fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError> {
         const OP: &str = "to_host";
         let x = elements(OP, x)?;
-        ensure(OP, x.len() == out.len(), || {
-            (format!("{} elements", x.len()), out.len().to_string())
-        })?;
+        ensure(OP, x.len() == out.len(), || (format!("{} elements", x.len()), out.len().to_string()))?;
         out.copy_from_slice(x);
         Ok(())
     }
@@ -588,9 +526,7 @@ impl Backend for CpuBackend {
     fn from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError> {
         const OP: &str = "from_host";
         let x = elements_mut(OP, x)?;
-        ensure(OP, x.len() == data.len(), || {
-            (format!("{} elements", x.len()), data.len().to_string())
-        })?;
+        ensure(OP, x.len() == data.len(), || (format!("{} elements", x.len()), data.len().to_string()))?;
         x.copy_from_slice(data);
         Ok(())
     }
@@ -599,11 +535,7 @@ impl Backend for CpuBackend {
 /// Pool tensor `layer_idx`, for writing.
 fn kv_layer_mut(op: &'static str, kv: &mut KvPool, layer_idx: usize) -> Result<KvLayer, BackendError> {
     let spec = kv.spec().clone();
-    let buffer = kv
-        .layer_mut(layer_idx)
-        .as_any_mut()
-        .downcast_mut::<CpuBuffer>()
-        .and_then(CpuBuffer::bytes_mut);
+    let buffer = kv.layer_mut(layer_idx).as_any_mut().downcast_mut::<CpuBuffer>().and_then(CpuBuffer::bytes_mut);
     match buffer {
         Some(bytes) => KvLayer::new_mut(op, &spec, bytes),
         None => Err(shape_error(op, "a KV pool of the cpu device", "one of another device")),

@@ -78,12 +78,7 @@ impl ThreadPool {
             num_parked: Padded(AtomicUsize::new(0)),
             first_panic: Mutex::new(None),
         });
-        let mut pool = Self {
-            shared,
-            workers: Vec::new(),
-            handles: Vec::new(),
-            running: Mutex::new(()),
-        };
+        let mut pool = Self { shared, workers: Vec::new(), handles: Vec::new(), running: Mutex::new(()) };
         for worker_idx in 1..num_threads.max(1) {
             let shared = Arc::clone(&pool.shared);
             let handle = std::thread::Builder::new()
@@ -122,11 +117,7 @@ impl ThreadPool {
         if num_chunks == 0 {
             return Ok(());
         }
-        let guard = if num_chunks == 1 || self.workers.is_empty() {
-            None
-        } else {
-            self.running.try_lock().ok()
-        };
+        let guard = if num_chunks == 1 || self.workers.is_empty() { None } else { self.running.try_lock().ok() };
         if guard.is_none() {
             return catch_unwind(AssertUnwindSafe(|| (0..num_chunks).for_each(task)))
                 .map_err(|panic| device_error(&panic_text(panic.as_ref())));
@@ -224,11 +215,7 @@ impl Shared {
             if epoch & 1 == 0 || epoch == *seen_epoch {
                 return false;
             }
-            match self
-                .gate
-                .0
-                .compare_exchange_weak(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst)
-            {
+            match self.gate.0.compare_exchange_weak(gate, gate + 1, Ordering::SeqCst, Ordering::SeqCst) {
                 Ok(_) => {
                     *seen_epoch = epoch;
                     return true;
@@ -294,18 +281,12 @@ fn relax(waits: &mut u32) {
 }
 
 fn panic_text(panic: &(dyn Any + Send)) -> String {
-    let text = panic
-        .downcast_ref::<&str>()
-        .copied()
-        .or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
     format!("a kernel panicked: {}", text.unwrap_or("(no message)"))
 }
 
 fn device_error(detail: &str) -> BackendError {
-    BackendError::Device {
-        device: "cpu".into(),
-        detail: detail.to_owned(),
-    }
+    BackendError::Device { device: "cpu".into(), detail: detail.to_owned() }
 }
 
 /// A pointer that chunks of one job share; each dereferences its own disjoint part.
@@ -375,13 +356,8 @@ mod tests {
     fn a_panic_is_an_error_and_the_pool_lives_on() {
         let pool = ThreadPool::new(2).unwrap();
         for num_chunks in [1, 16] {
-            let error = pool
-                .run(num_chunks, &|chunk| assert!(chunk != 0, "chunk zero"))
-                .unwrap_err();
-            assert!(
-                matches!(&error, BackendError::Device { detail, .. } if detail.contains("chunk zero")),
-                "{error}"
-            );
+            let error = pool.run(num_chunks, &|chunk| assert!(chunk != 0, "chunk zero")).unwrap_err();
+            assert!(matches!(&error, BackendError::Device { detail, .. } if detail.contains("chunk zero")), "{error}");
             assert_eq!(counts(&pool, 9), vec![1; 9]);
         }
     }

@@ -74,9 +74,7 @@ pub(crate) fn rotate_pairs(x: &mut [f32], cos: &[f32], sin: &[f32]) {
 /// Rounds to f16, saturating at its largest finite value; NaN stays NaN.
 pub(crate) fn to_f16(x: &[f32], out: &mut [f16]) {
     let limit = f16::MAX.to_f32();
-    out.iter_mut()
-        .zip(x)
-        .for_each(|(out, x)| *out = f16::from_f32(x.clamp(-limit, limit)));
+    out.iter_mut().zip(x).for_each(|(out, x)| *out = f16::from_f32(x.clamp(-limit, limit)));
 }
 
 /// `x · w` in order.
@@ -105,11 +103,7 @@ pub(crate) fn attention_row(
     scores.clear();
     scores.extend((begin..end).map(|position| {
         let (block, offset) = place(position);
-        let dot: f32 = q
-            .iter()
-            .enumerate()
-            .map(|(e, q)| q * kv.read_k(block, kv_head, offset, e))
-            .sum();
+        let dot: f32 = q.iter().enumerate().map(|(e, q)| q * kv.read_k(block, kv_head, offset, e)).sum();
         dot * scale
     }));
     let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);

@@ -64,18 +64,12 @@ impl AngleTables {
             self.tables.push(StepAngles::default());
             return self.tables.len() - 1;
         }
-        (0..self.tables.len())
-            .min_by_key(|&idx| self.tables[idx].last_used)
-            .unwrap_or(0)
+        (0..self.tables.len()).min_by_key(|&idx| self.tables[idx].last_used).unwrap_or(0)
     }
 
     /// Bytes held.
     pub(crate) fn len_bytes(&self) -> usize {
-        self.tables
-            .iter()
-            .filter_map(|held| held.values.as_ref())
-            .map(AlignedBytes::len)
-            .sum()
+        self.tables.iter().filter_map(|held| held.values.as_ref()).map(AlignedBytes::len).sum()
     }
 }
 

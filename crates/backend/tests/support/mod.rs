@@ -8,21 +8,12 @@ use pagemill_backend::{Backend, CpuBackend, CpuConfig, Tensor};
 
 /// A backend for each instruction set of this machine, with two threads.
 pub fn backends() -> Vec<CpuBackend> {
-    Isa::ALL
-        .into_iter()
-        .filter(|isa| isa.is_available())
-        .map(|isa| backend(isa, 2))
-        .collect()
+    Isa::ALL.into_iter().filter(|isa| isa.is_available()).map(|isa| backend(isa, 2)).collect()
 }
 
 /// A backend.
 pub fn backend(isa: Isa, num_threads: usize) -> CpuBackend {
-    CpuBackend::new(CpuConfig {
-        num_threads: Some(num_threads),
-        isa: Some(isa),
-        ..Default::default()
-    })
-    .unwrap()
+    CpuBackend::new(CpuConfig { num_threads: Some(num_threads), isa: Some(isa), ..Default::default() }).unwrap()
 }
 
 /// A tensor with these elements.
@@ -57,21 +48,11 @@ pub fn assert_close(got: &[f32], naive: &[f32], exact: &[f64], what: &str) {
         x.iter()
             .zip(exact)
             .map(|(&x, &exact)| (f64::from(x) - exact).abs())
-            .fold(0.0, |worst: f64, error| {
-                if error.is_nan() {
-                    f64::INFINITY
-                } else {
-                    worst.max(error)
-                }
-            })
+            .fold(0.0, |worst: f64, error| if error.is_nan() { f64::INFINITY } else { worst.max(error) })
     };
     let scale = exact.iter().fold(0.0, |most: f64, x| most.max(x.abs()));
     let allowed = 2.0 * error(naive) + 2.0 * f64::from(f32::EPSILON) * scale + 1e-30;
-    assert!(
-        error(got) <= allowed,
-        "{what}: error {:e}, allowed {allowed:e}",
-        error(got)
-    );
+    assert!(error(got) <= allowed, "{what}: error {:e}, allowed {allowed:e}", error(got));
 }
 
 /// A small seeded generator (xorshift64*).
@@ -95,13 +76,7 @@ impl Random {
 
     /// About normal with deviation 1: the sum of three uniform numbers.
     pub fn normal(&mut self, count: usize) -> Vec<f32> {
-        (0..count)
-            .map(|_| {
-                (0..3)
-                    .map(|_| (self.next() >> 40) as f32 / (1_u64 << 23) as f32 - 1.0)
-                    .sum()
-            })
-            .collect()
+        (0..count).map(|_| (0..3).map(|_| (self.next() >> 40) as f32 / (1_u64 << 23) as f32 - 1.0).sum()).collect()
     }
 
     pub fn shuffle<T>(&mut self, items: &mut [T]) {

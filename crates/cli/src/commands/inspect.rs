@@ -155,7 +155,7 @@ fn describe_needs(checkpoint: &Checkpoint, out: &mut impl Write) -> Result<()> {
         }
     };
     let refused = |t: &&TensorInfo| matches!(t.stored_type(), StoredType::Refused(_));
-    if let Some(tensor) = checkpoint.weights().tensors().find(refused) {
+    if let Some(tensor) = checkpoint.weights().tensors().iter().find(refused) {
         let (name, ty) = (tensor.name(), tensor.stored_type().name());
         writeln!(out, "this version cannot run it: {name} is stored as {ty}, which it does not compute with")?;
         return Ok(());

@@ -31,7 +31,7 @@ pub fn plan(args: PlanArgs) -> Result<()> {
     let config = crate::config::engine_config(engine)?;
     let available = match &args.memory {
         Some(text) => crate::config::parse_bytes(text, "memory")?,
-        None => CpuBackend::new(config.cpu.clone())?.info().memory_available_bytes,
+        None => CpuBackend::new(config.cpu)?.info().memory_available_bytes,
     };
     let path = models::resolve(&model)?;
     let spec = loading::read_spec(&path)?;

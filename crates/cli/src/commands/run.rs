@@ -41,9 +41,10 @@ pub fn run(args: RunArgs) -> Result<()> {
     if prompt.trim().is_empty() && !args.raw {
         bail!("the prompt is empty: pagemill run \"Why is the sky blue?\"");
     }
-    generate::catch_interrupts()?;
     let show = if args.verbose { Show::Memory } else { Show::Progress };
     let model = loading::load_model(&name, &config, show)?;
+    // Until here Ctrl-C ends the program, in the middle of a download too.
+    generate::catch_interrupts()?;
     let chat = !args.raw && model.text.template.is_some();
     if args.system.is_some() && !chat {
         bail!(

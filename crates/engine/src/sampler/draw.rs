@@ -40,10 +40,7 @@ mod tests {
                 cells[(u * 64.0) as usize] += 1;
             }
             let expected = count as f64 / 64.0;
-            let chi2: f64 = cells
-                .iter()
-                .map(|&n| (f64::from(n) - expected).powi(2) / expected)
-                .sum();
+            let chi2: f64 = cells.iter().map(|&n| (f64::from(n) - expected).powi(2) / expected).sum();
             assert!(chi2 < 113.0, "{name}: chi-square {chi2}");
         }
     }
@@ -55,9 +52,7 @@ mod tests {
         let pairs: [(&str, Pair<'_>); 3] = [
             ("seed", &|i| (uniform(i, 0, 0), uniform(i + 1, 0, 0))),
             ("choice", &|i| (uniform(i, 0, 5), uniform(i, 1, 5))),
-            ("position", &|i| {
-                (uniform(7, 0, i as usize), uniform(7, 0, i as usize + 1))
-            }),
+            ("position", &|i| (uniform(7, 0, i as usize), uniform(7, 0, i as usize + 1))),
         ];
         for (name, pair) in pairs {
             let covariance: f64 = (0..n).map(pair).map(|(a, b)| (a - 0.5) * (b - 0.5)).sum::<f64>() / n as f64;

@@ -40,10 +40,7 @@ impl RowLogprobs {
     pub(crate) fn of(&self, row: &[f32], token: u32) -> TokenLogprobs {
         let logit = row.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);
         let at = Candidate { logit, id: token };
-        let better = (0u32..)
-            .zip(row)
-            .filter(|&(id, &x)| x > at.logit || (x == at.logit && id < at.id))
-            .count();
+        let better = (0u32..).zip(row).filter(|&(id, &x)| x > at.logit || (x == at.logit && id < at.id)).count();
         TokenLogprobs {
             logprob: self.logprob(logit),
             rank: u32::try_from(better + 1).unwrap_or(u32::MAX),
@@ -61,9 +58,5 @@ impl RowLogprobs {
 
 /// What stands for a row without a distribution (NaN logits).
 pub(crate) fn unknown() -> TokenLogprobs {
-    TokenLogprobs {
-        logprob: IMPOSSIBLE,
-        rank: u32::MAX,
-        top: Vec::new(),
-    }
+    TokenLogprobs { logprob: IMPOSSIBLE, rank: u32::MAX, top: Vec::new() }
 }

@@ -38,10 +38,7 @@ pub(crate) struct RowScratch {
 impl RowScratch {
     /// Room for a whole vocabulary: the pages are only touched if a flat distribution needs them.
     pub(crate) fn with_vocab(vocab_size: usize) -> Self {
-        Self {
-            edits: Edits::default(),
-            candidates: Vec::with_capacity(vocab_size),
-        }
+        Self { edits: Edits::default(), candidates: Vec::with_capacity(vocab_size) }
     }
 }
 
@@ -66,16 +63,9 @@ pub(crate) fn sample_row(
     let params = request.params.as_ref();
     let Ok(max) = row_max(row) else {
         let token = Err("the model produced NaN logits".to_owned());
-        return choices
-            .map(|_| Drawn {
-                token: token.clone(),
-                logprobs: None,
-            })
-            .collect();
+        return choices.map(|_| Drawn { token: token.clone(), logprobs: None }).collect();
     };
-    let reported = params
-        .logprobs
-        .map(|num_top| RowLogprobs::new(row, max, num_top, &mut scratch.candidates));
+    let reported = params.logprobs.map(|num_top| RowLogprobs::new(row, max, num_top, &mut scratch.candidates));
     choices
         .map(|choice| {
             let state = request.choice(choice);
@@ -84,10 +74,7 @@ pub(crate) fn sample_row(
             let max = if edited { row_max(row).unwrap_or(max) } else { max };
             let token = choose(row, max, params, choice, state.output_len(), &mut scratch.candidates);
             scratch.edits.undo(row);
-            Drawn {
-                token: Ok(token),
-                logprobs: reported.as_ref().map(|reported| reported.of(row, token)),
-            }
+            Drawn { token: Ok(token), logprobs: reported.as_ref().map(|reported| reported.of(row, token)) }
         })
         .collect()
 }
@@ -105,19 +92,12 @@ fn choose(
         let first = row.iter().position(|&logit| logit == max).unwrap_or(0);
         return u32::try_from(first).unwrap_or(u32::MAX);
     }
-    let softmax = Softmax {
-        max,
-        inv_t: 1.0 / params.temperature,
-    };
+    let softmax = Softmax { max, inv_t: 1.0 / params.temperature };
     let mut cut = params.top_k.map_or(NO_CUT, |k| top_k_cut(row, k as usize, candidates));
     if params.top_p < 1.0 {
         cut = top_p_cut(row, cut, params.top_p, softmax, candidates);
     }
-    let kept = Kept {
-        cut,
-        min_weight: params.min_p,
-        softmax,
-    };
+    let kept = Kept { cut, min_weight: params.min_p, softmax };
     kept.draw(row, draw::uniform(params.seed, choice, position))
 }
 

@@ -18,20 +18,14 @@ pub(crate) struct Candidate {
 
 /// Larger logit first, lower id first on ties.
 pub(crate) fn best_first(a: &Candidate, b: &Candidate) -> Ordering {
-    b.logit
-        .partial_cmp(&a.logit)
-        .unwrap_or(Ordering::Equal)
-        .then(a.id.cmp(&b.id))
+    b.logit.partial_cmp(&a.logit).unwrap_or(Ordering::Equal).then(a.id.cmp(&b.id))
 }
 
 /// The last candidate that remains: everything at least as good in [`best_first`] order remains too.
 pub(crate) type Cut = Candidate;
 
 /// The cut behind which nothing lies.
-pub(crate) const NO_CUT: Cut = Candidate {
-    logit: f32::NEG_INFINITY,
-    id: u32::MAX,
-};
+pub(crate) const NO_CUT: Cut = Candidate { logit: f32::NEG_INFINITY, id: u32::MAX };
 
 impl Cut {
     /// Whether a token remains.
@@ -165,11 +159,7 @@ impl Kept {
     #[inline]
     fn weight(&self, logit: f32, id: u32) -> f32 {
         let weight = self.softmax.weight(logit);
-        if weight >= self.min_weight && self.cut.keeps(logit, id) {
-            weight
-        } else {
-            0.0
-        }
+        if weight >= self.min_weight && self.cut.keeps(logit, id) { weight } else { 0.0 }
     }
 
     fn chunk_mass(&self, chunk: &[f32], first_id: u32) -> f64 {
@@ -179,10 +169,7 @@ impl Kept {
         if chunk.iter().copied().fold(f32::NEG_INFINITY, f32::max) < self.cut.logit {
             return 0.0;
         }
-        (first_id..)
-            .zip(chunk)
-            .map(|(id, &logit)| f64::from(self.weight(logit, id)))
-            .sum()
+        (first_id..).zip(chunk).map(|(id, &logit)| f64::from(self.weight(logit, id))).sum()
     }
 
     /// The token at share `u` in [0, 1) of the kept mass, laid out in the order of ids. Two passes, the

@@ -23,11 +23,7 @@ pub(crate) fn row_max(row: &[f32]) -> Result<f32, BadRow> {
     for chunk in chunks {
         for lane in 0..8 {
             bad[lane] |= chunk[lane].is_nan() | (chunk[lane] == f32::INFINITY);
-            lanes[lane] = if chunk[lane] > lanes[lane] {
-                chunk[lane]
-            } else {
-                lanes[lane]
-            };
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
         }
     }
     for (lane, &x) in tail.iter().enumerate() {
@@ -35,11 +31,7 @@ pub(crate) fn row_max(row: &[f32]) -> Result<f32, BadRow> {
         lanes[lane] = if x > lanes[lane] { x } else { lanes[lane] };
     }
     let max = lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if bad.contains(&true) || max == f32::NEG_INFINITY {
-        Err(BadRow)
-    } else {
-        Ok(max)
-    }
+    if bad.contains(&true) || max == f32::NEG_INFINITY { Err(BadRow) } else { Ok(max) }
 }
 
 /// `e^x` for `x ≤ 0`, relative error below 3e-7 (Cephes' `expf` polynomial); 0 below −87, where f32
@@ -146,12 +138,7 @@ mod tests {
     fn log_sum_exp_matches_f64() {
         let row: Vec<f32> = (0..50_001).map(|i| ((i * 7919 % 1000) as f32) * 0.03 - 15.0).collect();
         let max = row_max(&row).unwrap();
-        let want = f64::from(max)
-            + row
-                .iter()
-                .map(|&x| (f64::from(x) - f64::from(max)).exp())
-                .sum::<f64>()
-                .ln();
+        let want = f64::from(max) + row.iter().map(|&x| (f64::from(x) - f64::from(max)).exp()).sum::<f64>().ln();
         assert!((log_sum_exp(&row, max) - want).abs() < 1e-6);
     }
 }

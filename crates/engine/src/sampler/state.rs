@@ -64,25 +64,14 @@ impl RequestState {
         let mut prompt_ids: Vec<u32> = if repetition { prompt.to_vec() } else { Vec::new() };
         prompt_ids.sort_unstable();
         prompt_ids.dedup();
-        let fresh = SequenceState {
-            prompt_ids: prompt_ids.into(),
-            output_counts: counted.then(BTreeMap::new),
-            output_len: 0,
-        };
-        Self {
-            params,
-            prompt,
-            fresh,
-            choices: Vec::new(),
-        }
+        let fresh =
+            SequenceState { prompt_ids: prompt_ids.into(), output_counts: counted.then(BTreeMap::new), output_len: 0 };
+        Self { params, prompt, fresh, choices: Vec::new() }
     }
 
     /// The past of a choice; a choice that has none yet has the fresh one.
     pub(crate) fn choice(&self, choice: u32) -> &SequenceState {
-        self.choices
-            .get(choice as usize)
-            .and_then(Option::as_ref)
-            .unwrap_or(&self.fresh)
+        self.choices.get(choice as usize).and_then(Option::as_ref).unwrap_or(&self.fresh)
     }
 
     /// The same, to record a token.
@@ -109,17 +98,14 @@ impl RequestTable {
             self.requests.remove(id);
         }
         for id in ended_sequences {
-            if let Some(choice) = self
-                .requests
-                .get_mut(&id.request)
-                .and_then(|request| request.choices.get_mut(id.choice as usize))
+            if let Some(choice) =
+                self.requests.get_mut(&id.request).and_then(|request| request.choices.get_mut(id.choice as usize))
             {
                 *choice = None;
             }
         }
         for request in started {
-            self.requests
-                .insert(request.id, RequestState::new(request.prompt, request.sampling));
+            self.requests.insert(request.id, RequestState::new(request.prompt, request.sampling));
         }
     }
 
@@ -146,39 +132,22 @@ mod tests {
     use super::*;
 
     fn started(id: u64, prompt: &[u32], params: SamplingParams) -> StartedRequest {
-        StartedRequest {
-            id: RequestId(id),
-            prompt: prompt.into(),
-            sampling: Arc::new(params),
-        }
+        StartedRequest { id: RequestId(id), prompt: prompt.into(), sampling: Arc::new(params) }
     }
 
     #[test]
     fn prompts_and_counts_are_kept_only_when_a_penalty_needs_them() {
         let mut table = RequestTable::default();
         let plain = SamplingParams::default();
-        let repetition = SamplingParams {
-            repetition_penalty: 1.3,
-            ..SamplingParams::default()
-        };
-        let presence = SamplingParams {
-            presence_penalty: 0.5,
-            ..SamplingParams::default()
-        };
+        let repetition = SamplingParams { repetition_penalty: 1.3, ..SamplingParams::default() };
+        let presence = SamplingParams { presence_penalty: 0.5, ..SamplingParams::default() };
         table.update(
-            vec![
-                started(1, &[3, 1, 3], plain),
-                started(2, &[3, 1, 3], repetition),
-                started(3, &[3, 1, 3], presence),
-            ],
+            vec![started(1, &[3, 1, 3], plain), started(2, &[3, 1, 3], repetition), started(3, &[3, 1, 3], presence)],
             &[],
             &[],
         );
-        for (id, prompt_ids, counts) in [
-            (1, vec![], vec![]),
-            (2, vec![1, 3], vec![(9, 2)]),
-            (3, vec![], vec![(9, 2)]),
-        ] {
+        for (id, prompt_ids, counts) in [(1, vec![], vec![]), (2, vec![1, 3], vec![(9, 2)]), (3, vec![], vec![(9, 2)])]
+        {
             let request = table.get_mut(RequestId(id)).unwrap();
             request.choice_mut(1).push(9);
             request.choice_mut(1).push(9);
@@ -194,23 +163,9 @@ mod tests {
         let mut table = RequestTable::default();
         table.update(vec![started(1, &[5], SamplingParams::default())], &[], &[]);
         table.get_mut(RequestId(1)).unwrap().choice_mut(2).push(7);
-        table.update(
-            vec![],
-            &[],
-            &[SequenceId {
-                request: RequestId(1),
-                choice: 2,
-            }],
-        );
+        table.update(vec![], &[], &[SequenceId { request: RequestId(1), choice: 2 }]);
         assert_eq!(table.get(RequestId(1)).unwrap().choice(2).output_len(), 0);
-        table.update(
-            vec![],
-            &[RequestId(1), RequestId(8)],
-            &[SequenceId {
-                request: RequestId(8),
-                choice: 0,
-            }],
-        );
+        table.update(vec![], &[RequestId(1), RequestId(8)], &[SequenceId { request: RequestId(8), choice: 0 }]);
         assert_eq!(table.len(), 0);
     }
 }

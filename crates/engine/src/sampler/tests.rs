@@ -14,9 +14,7 @@ fn request(params: SamplingParams, prompt: &[u32]) -> RequestState {
 fn draw_one(row: &[f32], request: &RequestState, choice: u32) -> Drawn {
     let mut copy = row.to_vec();
     let mut scratch = RowScratch::default();
-    let drawn = sample_row(&mut copy, request, std::iter::once(choice), &mut scratch)
-        .pop()
-        .unwrap();
+    let drawn = sample_row(&mut copy, request, std::iter::once(choice), &mut scratch).pop().unwrap();
     assert_eq!(
         copy.iter().map(|x| x.to_bits()).collect::<Vec<_>>(),
         row.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
@@ -35,11 +33,7 @@ fn naive_distribution(row: &[f32], params: &SamplingParams, prompt: &[u32], outp
         let count = output.iter().filter(|&&t| t == id).count();
         if prompt.contains(&id) || count > 0 {
             let penalty = f64::from(params.repetition_penalty);
-            *logit = if *logit < 0.0 {
-                *logit * penalty
-            } else {
-                *logit / penalty
-            };
+            *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
         }
         if count > 0 {
             *logit -= f64::from(params.presence_penalty) + f64::from(params.frequency_penalty) * count as f64;
@@ -49,12 +43,7 @@ fn naive_distribution(row: &[f32], params: &SamplingParams, prompt: &[u32], outp
         }
     }
     let mut order: Vec<u32> = (0..row.len() as u32).collect();
-    order.sort_by(|&a, &b| {
-        logits[b as usize]
-            .partial_cmp(&logits[a as usize])
-            .unwrap()
-            .then(a.cmp(&b))
-    });
+    order.sort_by(|&a, &b| logits[b as usize].partial_cmp(&logits[a as usize]).unwrap().then(a.cmp(&b)));
     if params.temperature < 1e-5 {
         return vec![(order[0], 1.0)];
     }
@@ -217,19 +206,12 @@ proptest! {
 /// Whether f32 rounding may move the top_p or min_p boundary, or order two edited logits differently.
 fn boundary_is_close(row: &[f32], params: &SamplingParams, prompt: &[u32], output: &[u32]) -> bool {
     let shifted = |by: f32| SamplingParams {
-        top_p: if params.top_p < 1.0 {
-            (params.top_p + by).clamp(1e-6, 0.999_999)
-        } else {
-            1.0
-        },
+        top_p: if params.top_p < 1.0 { (params.top_p + by).clamp(1e-6, 0.999_999) } else { 1.0 },
         min_p: if params.min_p > 0.0 { params.min_p - by } else { 0.0 },
         ..params.clone()
     };
     let ids = |by: f32| -> Vec<u32> {
-        naive_distribution(row, &shifted(by), prompt, output)
-            .into_iter()
-            .map(|(id, _)| id)
-            .collect()
+        naive_distribution(row, &shifted(by), prompt, output).into_iter().map(|(id, _)| id).collect()
     };
     ids(1e-5) != ids(-1e-5)
 }
@@ -238,41 +220,17 @@ fn boundary_is_close(row: &[f32], params: &SamplingParams, prompt: &[u32], outpu
 #[test]
 fn draws_follow_the_distribution() {
     let row: Vec<f32> = (0..300).map(|i| ((i * 37 % 101) as f32) * 0.06).collect();
-    let base = SamplingParams {
-        temperature: 0.9,
-        ..SamplingParams::default()
-    };
+    let base = SamplingParams { temperature: 0.9, ..SamplingParams::default() };
     let cases = [
         base.clone(),
-        SamplingParams {
-            top_k: Some(20),
-            ..base.clone()
-        },
-        SamplingParams {
-            top_p: 0.7,
-            ..base.clone()
-        },
-        SamplingParams {
-            min_p: 0.2,
-            ..base.clone()
-        },
-        SamplingParams {
-            top_k: Some(50),
-            top_p: 0.9,
-            min_p: 0.3,
-            temperature: 1.7,
-            ..base
-        },
+        SamplingParams { top_k: Some(20), ..base.clone() },
+        SamplingParams { top_p: 0.7, ..base.clone() },
+        SamplingParams { min_p: 0.2, ..base.clone() },
+        SamplingParams { top_k: Some(50), top_p: 0.9, min_p: 0.3, temperature: 1.7, ..base },
     ];
     for params in cases {
         let want = naive_distribution(&row, &params, &[0], &[]);
-        let mut request = request(
-            SamplingParams {
-                seed: 77,
-                ..params.clone()
-            },
-            &[0],
-        );
+        let mut request = request(SamplingParams { seed: 77, ..params.clone() }, &[0]);
         let mut seen: BTreeMap<u32, f64> = BTreeMap::new();
         let draws = 40_000;
         for _ in 0..draws {
@@ -280,10 +238,7 @@ fn draws_follow_the_distribution() {
             request.choice_mut(0).push(token);
             *seen.entry(token).or_default() += 1.0;
         }
-        assert!(
-            seen.keys().all(|id| want.iter().any(|(kept, _)| kept == id)),
-            "{params:?}: a dropped token was drawn"
-        );
+        assert!(seen.keys().all(|id| want.iter().any(|(kept, _)| kept == id)), "{params:?}: a dropped token was drawn");
         let (mut chi2, mut cells, mut rest) = (0.0, 0.0f64, (0.0, 0.0));
         for (id, p) in &want {
             let (expected, count) = (p * f64::from(draws), seen.get(id).copied().unwrap_or(0.0));
@@ -308,14 +263,7 @@ fn draws_follow_the_distribution() {
 fn seeds_choices_and_positions_have_streams_of_their_own() {
     let row: Vec<f32> = (0..1000).map(|i| (i % 7) as f32 * 0.1).collect();
     let stream = |seed: u64, choice: u32| {
-        let mut request = request(
-            SamplingParams {
-                temperature: 1.0,
-                seed,
-                ..SamplingParams::default()
-            },
-            &[0],
-        );
+        let mut request = request(SamplingParams { temperature: 1.0, seed, ..SamplingParams::default() }, &[0]);
         (0..32)
             .map(|_| {
                 let token = draw_one(&row, &request, choice).token.unwrap();
@@ -351,13 +299,7 @@ fn choices_share_one_row() {
 
 #[test]
 fn rows_without_a_distribution_fail_alone() {
-    let request = request(
-        SamplingParams {
-            logprobs: Some(2),
-            ..SamplingParams::default()
-        },
-        &[0],
-    );
+    let request = request(SamplingParams { logprobs: Some(2), ..SamplingParams::default() }, &[0]);
     for bad in [vec![f32::NAN; 50], vec![f32::NEG_INFINITY; 50], vec![f32::INFINITY; 50]] {
         let drawn = draw_one(&bad, &request, 0);
         assert_eq!(drawn.token, Err("the model produced NaN logits".to_owned()));
@@ -372,29 +314,15 @@ fn rows_without_a_distribution_fail_alone() {
 #[test]
 fn banning_everything_still_gives_a_token() {
     let row: Vec<f32> = (0..40).map(|i| i as f32 * 0.1).collect();
-    for (bias, temperature) in [
-        (-100.0, 0.0),
-        (-100.0, 1.0),
-        (f32::NEG_INFINITY, 0.0),
-        (f32::NEG_INFINITY, 1.0),
-    ] {
+    for (bias, temperature) in [(-100.0, 0.0), (-100.0, 1.0), (f32::NEG_INFINITY, 0.0), (f32::NEG_INFINITY, 1.0)] {
         let logit_bias = (0..40).map(|id| (id, bias)).collect();
-        let params = SamplingParams {
-            logit_bias,
-            temperature,
-            logprobs: Some(5),
-            ..SamplingParams::default()
-        };
+        let params = SamplingParams { logit_bias, temperature, logprobs: Some(5), ..SamplingParams::default() };
         let drawn = draw_one(&row, &request(params, &[0]), 0);
         assert!(drawn.token.unwrap() < 40);
         let logprobs = drawn.logprobs.unwrap();
         assert!(logprobs.logprob.is_finite() && logprobs.top.iter().all(|(_, l)| l.is_finite()));
     }
-    let masked = SamplingParams {
-        min_tokens: 1,
-        stop_token_ids: (0..40).collect(),
-        ..SamplingParams::default()
-    };
+    let masked = SamplingParams { min_tokens: 1, stop_token_ids: (0..40).collect(), ..SamplingParams::default() };
     assert_eq!(draw_one(&row, &request(masked, &[0]), 0).token, Ok(0));
 }
 
@@ -403,11 +331,7 @@ fn impossible_tokens_have_finite_logprobs() {
     let mut row = vec![f32::NEG_INFINITY; 30];
     row[4] = 1.0;
     row[9] = 0.0;
-    let params = SamplingParams {
-        logprobs: Some(20),
-        temperature: 1.0,
-        ..SamplingParams::default()
-    };
+    let params = SamplingParams { logprobs: Some(20), temperature: 1.0, ..SamplingParams::default() };
     let drawn = draw_one(&row, &request(params, &[0]), 0);
     assert!([4, 9].contains(&drawn.token.unwrap()));
     let top = drawn.logprobs.unwrap().top;
@@ -421,11 +345,7 @@ fn stop_tokens_are_masked_until_min_tokens() {
     let mut row = vec![0.0f32; 20];
     row[7] = 9.0;
     row[3] = 5.0;
-    let params = SamplingParams {
-        min_tokens: 2,
-        stop_token_ids: vec![7],
-        ..SamplingParams::default()
-    };
+    let params = SamplingParams { min_tokens: 2, stop_token_ids: vec![7], ..SamplingParams::default() };
     let mut request = request(params, &[0]);
     for want in [3, 3, 7] {
         assert_eq!(draw_one(&row, &request, 0).token, Ok(want));
@@ -438,13 +358,8 @@ fn huge_and_tiny_parameters_do_no_harm() {
     let row = vec![3.0e38f32, -3.0e38, 0.0, f32::MAX, f32::MIN];
     for temperature in [1e-5, 1e-3, 1.0, f32::MAX] {
         for (top_p, min_p) in [(1.0, 0.0), (f32::MIN_POSITIVE, 0.0), (0.999_999, 1.0)] {
-            let params = SamplingParams {
-                temperature,
-                top_p,
-                min_p,
-                top_k: Some(u32::MAX),
-                ..SamplingParams::default()
-            };
+            let params =
+                SamplingParams { temperature, top_p, min_p, top_k: Some(u32::MAX), ..SamplingParams::default() };
             assert!(draw_one(&row, &request(params, &[0]), 0).token.unwrap() < 5);
         }
     }

@@ -71,35 +71,19 @@ impl FakeExecutor {
             self.slots[slot] = token;
         }
         let end = sequence.start + sequence.token_ids.len();
-        let visible: Vec<u32> = (0..end)
-            .map(|position| self.slots[Self::slot(sequence, position)])
-            .collect();
+        let visible: Vec<u32> = (0..end).map(|position| self.slots[Self::slot(sequence, position)]).collect();
         if sequence.prompt_logprobs {
             let prompt_len = self.lengths[&sequence.id.request];
-            let entry = TokenLogprobs {
-                logprob: -1.0,
-                rank: 1,
-                top: vec![],
-            };
+            let entry = TokenLogprobs { logprob: -1.0, rank: 1, top: vec![] };
             let count = (end + 1).min(prompt_len).saturating_sub(sequence.start + 1);
-            output
-                .prompt_logprobs
-                .push((sequence.id, sequence.start + 1, vec![entry; count]));
+            output.prompt_logprobs.push((sequence.id, sequence.start + 1, vec![entry; count]));
         }
         for &id in &sequence.sample {
             let count = self.sampled.entry((id.request, id.choice)).or_default();
             *count += 1;
             let broken = self.script.nan_for == Some((id.request, id.choice)) && *count >= 3;
-            let token = if broken {
-                Err("no logits".to_owned())
-            } else {
-                Ok(next_token(&visible, id.choice))
-            };
-            output.sampled.push(SampledToken {
-                id,
-                token,
-                logprobs: None,
-            });
+            let token = if broken { Err("no logits".to_owned()) } else { Ok(next_token(&visible, id.choice)) };
+            output.sampled.push(SampledToken { id, token, logprobs: None });
         }
     }
 }
@@ -144,22 +128,13 @@ impl Executor for FakeExecutor {
             }
             for sequence in &plan.sequences {
                 let id = sequence.id.request;
-                assert!(
-                    seen.started.contains(&id) && !seen.ended.contains(&id),
-                    "{id:?} planned while not live"
-                );
+                assert!(seen.started.contains(&id) && !seen.ended.contains(&id), "{id:?} planned while not live");
             }
             for id in &input.ended_sequences {
-                assert!(
-                    plan.sequences.iter().all(|s| s.id != *id),
-                    "{id:?} planned after its end"
-                );
+                assert!(plan.sequences.iter().all(|s| s.id != *id), "{id:?} planned after its end");
             }
         }
-        let mut output = StepOutput {
-            step: plan.step,
-            ..StepOutput::default()
-        };
+        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
         for copy in &plan.block_copies {
             let (src, dst) = (copy.src.0 as usize * BLOCK_SIZE, copy.dst.0 as usize * BLOCK_SIZE);
             self.slots.copy_within(src..src + BLOCK_SIZE, dst);
@@ -174,9 +149,7 @@ impl Executor for FakeExecutor {
     }
 
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
-        self.outputs
-            .pop_front()
-            .ok_or_else(|| EngineError::Internal("collected more than was submitted".into()))
+        self.outputs.pop_front().ok_or_else(|| EngineError::Internal("collected more than was submitted".into()))
     }
 
     fn max_in_flight(&self) -> usize {
@@ -194,12 +167,7 @@ pub struct Sizes {
 
 impl Default for Sizes {
     fn default() -> Self {
-        Self {
-            num_blocks: 64,
-            max_batch_size: 8,
-            prefill_chunk_size: 20,
-            max_waiting: 100,
-        }
+        Self { num_blocks: 64, max_batch_size: 8, prefill_chunk_size: 20, max_waiting: 100 }
     }
 }
 
@@ -223,10 +191,7 @@ pub fn engine(sizes: &Sizes, script: Script) -> InferenceEngine<FakeExecutor> {
         prefill_chunk_size: sizes.prefill_chunk_size,
         prefix_cache: true,
     });
-    let memory = UnifiedMemoryAllocator::new(MemoryPlan {
-        num_blocks: sizes.num_blocks,
-        ..MemoryPlan::default()
-    });
+    let memory = UnifiedMemoryAllocator::new(MemoryPlan { num_blocks: sizes.num_blocks, ..MemoryPlan::default() });
     let executor = FakeExecutor::new(sizes.num_blocks, script);
     InferenceEngine::new(scheduler, kv_cache, executor, memory).checked_every_step()
 }

@@ -57,21 +57,14 @@ pub(crate) fn parse<R: Read>(mut source: Source<'_, R>) -> Result<GgufHeader> {
     let mut tensors = read_tensors(source, num_tensors)?;
     place_tensors(source, &mut tensors, alignment)?;
     let tensors = TensorTable::new(tensors, &[source.file()])?;
-    Ok(GgufHeader {
-        version,
-        metadata,
-        tensors,
-    })
+    Ok(GgufHeader { version, metadata, tensors })
 }
 
 fn read_version<R: Read>(source: &mut Source<'_, R>) -> Result<u32> {
     let file = source.file();
     let found: [u8; 4] = source.array("magic")?;
     if &found != b"GGUF" {
-        let kind = FormatErrorKind::WrongMagic {
-            found,
-            hint: magic_hint(&found),
-        };
+        let kind = FormatErrorKind::WrongMagic { found, hint: magic_hint(&found) };
         return Err(FormatError::new(file, kind).at(0));
     }
     let version = source.u32("version")?;
@@ -101,37 +94,17 @@ fn read_counts<R: Read>(source: &mut Source<'_, R>) -> Result<(u64, u64)> {
     let num_tensors = source.u64("number of tensors")?;
     let num_keys = source.u64("number of metadata keys")?;
     let limits = [
-        (
-            "number of tensors",
-            num_tensors,
-            MAX_TENSORS,
-            MIN_TENSOR_BYTES,
-            tensors_at,
-        ),
-        (
-            "number of metadata keys",
-            num_keys,
-            MAX_METADATA_KEYS,
-            MIN_ENTRY_BYTES,
-            keys_at,
-        ),
+        ("number of tensors", num_tensors, MAX_TENSORS, MIN_TENSOR_BYTES, tensors_at),
+        ("number of metadata keys", num_keys, MAX_METADATA_KEYS, MIN_ENTRY_BYTES, keys_at),
     ];
     for (what, found, limit, min_bytes, offset) in limits {
         let error = |kind| FormatError::new(source.file(), kind).in_field(what).at(offset);
         if found > limit {
-            return Err(error(FormatErrorKind::LimitExceeded {
-                what: "the count",
-                found,
-                limit,
-            }));
+            return Err(error(FormatErrorKind::LimitExceeded { what: "the count", found, limit }));
         }
         let (needed, remaining) = (found * min_bytes, source.remaining());
         if needed > remaining {
-            return Err(error(FormatErrorKind::Truncated {
-                what: "a list of that many",
-                needed,
-                remaining,
-            }));
+            return Err(error(FormatErrorKind::Truncated { what: "a list of that many", needed, remaining }));
         }
     }
     Ok((num_tensors, num_keys))
@@ -145,9 +118,7 @@ fn read_metadata<R: Read>(source: &mut Source<'_, R>, num_keys: u64) -> Result<M
         let key = read_string(source, "metadata key", MAX_NAME_BYTES)
             .map_err(|error| error.in_field(&after("metadata key", entries.last().map(|entry: &Entry| &*entry.key))))?;
         if key.is_empty() {
-            let kind = FormatErrorKind::Invalid {
-                reason: "a metadata key is empty".to_owned(),
-            };
+            let kind = FormatErrorKind::Invalid { reason: "a metadata key is empty".to_owned() };
             return Err(FormatError::new(source.file(), kind).at(offset));
         }
         let value = Value::read(source).map_err(|error| error.in_field(&key))?;
@@ -191,9 +162,7 @@ fn read_tensors<R: Read>(source: &mut Source<'_, R>, num_tensors: u64) -> Result
         let name = read_string(source, "tensor name", MAX_NAME_BYTES)
             .map_err(|error| error.in_field(&after("tensor name", tensors.last().map(|tensor| &*tensor.name))))?;
         if name.is_empty() {
-            let kind = FormatErrorKind::Invalid {
-                reason: "a tensor's name is empty".to_owned(),
-            };
+            let kind = FormatErrorKind::Invalid { reason: "a tensor's name is empty".to_owned() };
             return Err(FormatError::new(source.file(), kind).at(begin));
         }
         tensors.push(read_tensor(source, &name, begin).map_err(|error| error.in_tensor(&name))?);
@@ -215,14 +184,7 @@ fn read_tensor<R: Read>(source: &mut Source<'_, R>, name: &str, header_offset: u
     for _ in 0..num_dims {
         let at = source.position();
         let dim = source.u64("dimension")?;
-        let invalid = |what| {
-            error(
-                FormatErrorKind::InvalidShape {
-                    reason: format!("a dimension is {what}"),
-                },
-                at,
-            )
-        };
+        let invalid = |what| error(FormatErrorKind::InvalidShape { reason: format!("a dimension is {what}") }, at);
         match usize::try_from(dim) {
             Ok(0) => return Err(invalid("zero")),
             Ok(dim) => shape.push(dim),
@@ -233,25 +195,12 @@ fn read_tensor<R: Read>(source: &mut Source<'_, R>, name: &str, header_offset: u
     let type_at = source.position();
     let type_id = source.u32("tensor type")?;
     let Some(stored) = StoredType::from_gguf_id(type_id) else {
-        return Err(error(
-            FormatErrorKind::UnknownTensorType {
-                found: type_id.to_string(),
-            },
-            type_at,
-        ));
+        return Err(error(FormatErrorKind::UnknownTensorType { found: type_id.to_string() }, type_at));
     };
     let num_bytes = num_bytes(&shape, stored).map_err(|kind| error(kind, begin))?;
     let offset = source.u64("tensor offset")?;
     let (name, shape) = (name.into(), shape.into_boxed_slice());
-    Ok(TensorInfo {
-        name,
-        shape,
-        offset,
-        num_bytes,
-        header_offset,
-        file_idx: 0,
-        stored,
-    })
+    Ok(TensorInfo { name, shape, offset, num_bytes, header_offset, file_idx: 0, stored })
 }
 
 /// Bytes of a tensor whose rows are each a whole number of blocks.
@@ -259,15 +208,10 @@ fn num_bytes(shape: &[usize], stored: StoredType) -> std::result::Result<u64, Fo
     let elems = num_elements(shape)?;
     let cols = shape.last().copied().unwrap_or(1) as u64;
     if !cols.is_multiple_of(u64::from(stored.block_elems())) {
-        let reason = format!(
-            "{cols} columns are no whole number of {stored} blocks of {}",
-            stored.block_elems()
-        );
+        let reason = format!("{cols} columns are no whole number of {stored} blocks of {}", stored.block_elems());
         return Err(FormatErrorKind::InvalidShape { reason });
     }
-    let overflow = || FormatErrorKind::InvalidShape {
-        reason: format!("{shape:?} of {stored} overflows"),
-    };
+    let overflow = || FormatErrorKind::InvalidShape { reason: format!("{shape:?} of {stored} overflows") };
     stored.bytes_of(elems).ok_or_else(overflow)
 }
 
@@ -278,13 +222,8 @@ fn place_tensors<R: Read>(source: &Source<'_, R>, tensors: &mut [TensorInfo], al
     let data_begin = source.position().next_multiple_of(alignment);
     for tensor in &mut *tensors {
         if !tensor.offset.is_multiple_of(alignment) {
-            let kind = FormatErrorKind::MisalignedTensor {
-                found: tensor.offset,
-                alignment,
-            };
-            return Err(FormatError::new(file, kind)
-                .in_tensor(&tensor.name)
-                .at(tensor.header_offset));
+            let kind = FormatErrorKind::MisalignedTensor { found: tensor.offset, alignment };
+            return Err(FormatError::new(file, kind).in_tensor(&tensor.name).at(tensor.header_offset));
         }
         tensor.offset = data_begin.saturating_add(tensor.offset);
     }

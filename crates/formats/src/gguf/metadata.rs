@@ -36,11 +36,7 @@ impl Metadata {
                 return Err(error.in_field(&second.key).at(second.offset));
             }
         }
-        Ok(Self {
-            file: file.to_path_buf(),
-            entries,
-            by_key,
-        })
+        Ok(Self { file: file.to_path_buf(), entries, by_key })
     }
 
     /// The file it was read from.
@@ -61,10 +57,7 @@ impl Metadata {
     }
 
     fn entry(&self, key: &str) -> Option<&Entry> {
-        let found = self
-            .by_key
-            .binary_search_by_key(&key, |idx| &*self.entries[*idx as usize].key)
-            .ok()?;
+        let found = self.by_key.binary_search_by_key(&key, |idx| &*self.entries[*idx as usize].key).ok()?;
         self.entries.get(self.by_key[found] as usize)
     }
 
@@ -86,13 +79,7 @@ impl Metadata {
         let Some(value) = self.get(key) else { return Ok(None) };
         let converted = convert(value);
         if converted.is_none() {
-            return Err(self.error(
-                key,
-                FormatErrorKind::WrongType {
-                    expected,
-                    found: value.describe(),
-                },
-            ));
+            return Err(self.error(key, FormatErrorKind::WrongType { expected, found: value.describe() }));
         }
         Ok(converted)
     }
@@ -106,9 +93,7 @@ impl Metadata {
     /// # Errors
     /// Another type, negative, or too large.
     pub fn get_u32(&self, key: &str) -> Result<Option<u32>> {
-        self.typed(key, U32, |value| {
-            value.as_integer().and_then(|value| u32::try_from(value).ok())
-        })
+        self.typed(key, U32, |value| value.as_integer().and_then(|value| u32::try_from(value).ok()))
     }
 
     /// As [`get_u32`](Self::get_u32), for a key that must be there.
@@ -124,9 +109,7 @@ impl Metadata {
     /// # Errors
     /// Another type, or negative.
     pub fn get_u64(&self, key: &str) -> Result<Option<u64>> {
-        self.typed(key, U64, |value| {
-            value.as_integer().and_then(|value| u64::try_from(value).ok())
-        })
+        self.typed(key, U64, |value| value.as_integer().and_then(|value| u64::try_from(value).ok()))
     }
 
     /// A float of either width.
@@ -154,13 +137,7 @@ impl Metadata {
     /// # Errors
     /// Another type.
     pub fn get_bool(&self, key: &str) -> Result<Option<bool>> {
-        self.typed(key, "boolean", |value| {
-            if let Value::Bool(value) = value {
-                Some(*value)
-            } else {
-                None
-            }
-        })
+        self.typed(key, "boolean", |value| if let Value::Bool(value) = value { Some(*value) } else { None })
     }
 
     /// A string.
@@ -168,13 +145,7 @@ impl Metadata {
     /// # Errors
     /// Another type.
     pub fn get_str(&self, key: &str) -> Result<Option<&str>> {
-        self.typed(key, STRING, |value| {
-            if let Value::String(value) = value {
-                Some(&**value)
-            } else {
-                None
-            }
-        })
+        self.typed(key, STRING, |value| if let Value::String(value) = value { Some(&**value) } else { None })
     }
 
     /// As [`get_str`](Self::get_str), for a key that must be there.

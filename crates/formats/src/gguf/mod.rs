@@ -34,17 +34,9 @@ impl GgufFile {
     pub fn open(path: &Path) -> Result<Self> {
         let file = WeightFile::open(path, "expected a GGUF file")?;
         let reader: BufReader<&File> = BufReader::with_capacity(256 << 10, file.file());
-        let GgufHeader {
-            version,
-            metadata,
-            tensors,
-        } = parse(reader, file.len(), path)?;
+        let GgufHeader { version, metadata, tensors } = parse(reader, file.len(), path)?;
         let weights = Weights::new(path, vec![file], tensors);
-        Ok(Self {
-            version,
-            metadata,
-            weights,
-        })
+        Ok(Self { version, metadata, weights })
     }
 
     /// The format's version: 2 or 3.

@@ -117,11 +117,7 @@ fn named_templates(metadata: &Metadata) -> Result<Vec<NamedTemplate>> {
     };
     if names.len() > MAX_TEMPLATES {
         let (found, limit) = (names.len() as u64, MAX_TEMPLATES as u64);
-        let kind = FormatErrorKind::LimitExceeded {
-            what: "number of chat templates",
-            found,
-            limit,
-        };
+        let kind = FormatErrorKind::LimitExceeded { what: "number of chat templates", found, limit };
         return Err(metadata.error("tokenizer.chat_templates", kind));
     }
     let mut templates = Vec::new();
@@ -131,10 +127,7 @@ fn named_templates(metadata: &Metadata) -> Result<Vec<NamedTemplate>> {
             return Err(metadata.error("tokenizer.chat_templates", FormatErrorKind::Invalid { reason }));
         }
         let template = metadata.require_str(&format!("tokenizer.chat_template.{name}"))?;
-        templates.push(NamedTemplate {
-            name: name.to_owned(),
-            template: template.to_owned(),
-        });
+        templates.push(NamedTemplate { name: name.to_owned(), template: template.to_owned() });
     }
     Ok(templates)
 }

@@ -97,11 +97,7 @@ impl StringArray {
             source.expect(WHAT, following, MIN_STRING_BYTES)?;
             let most = source.remaining() - following * MIN_STRING_BYTES;
             if bytes > most {
-                let kind = FormatErrorKind::Truncated {
-                    what: "string",
-                    needed: bytes,
-                    remaining: most,
-                };
+                let kind = FormatErrorKind::Truncated { what: "string", needed: bytes, remaining: most };
                 return Err(FormatError::new(source.file(), kind).at(begin));
             }
             source.append("string", bytes, &mut text)?;
@@ -252,17 +248,9 @@ pub(crate) fn read_string<R: Read>(source: &mut Source<'_, R>, what: &'static st
     let bytes = source.u64("string length")?;
     let remaining = source.remaining();
     let kind = if bytes > remaining {
-        FormatErrorKind::Truncated {
-            what,
-            needed: bytes,
-            remaining,
-        }
+        FormatErrorKind::Truncated { what, needed: bytes, remaining }
     } else if bytes > limit {
-        FormatErrorKind::LimitExceeded {
-            what,
-            found: bytes,
-            limit,
-        }
+        FormatErrorKind::LimitExceeded { what, found: bytes, limit }
     } else {
         return source.string(what, bytes);
     };

@@ -40,15 +40,8 @@ const BOOKKEEPING: &[&str] = &[
 ];
 
 /// What is taken from the outer object when `text_config` has no value of its own.
-const INHERITED: &[&str] = &[
-    "architectures",
-    "dtype",
-    "torch_dtype",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "tie_word_embeddings",
-];
+const INHERITED: &[&str] =
+    &["architectures", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings"];
 
 /// A parsed `config.json`.
 #[derive(Clone, Debug)]
@@ -122,9 +115,7 @@ impl HfConfig {
     /// Fields that are set, that this type has not read itself, that are no bookkeeping, and that are not in `known`:
     /// an architecture refuses to load when any is left.
     pub fn unknown_fields<'a>(&'a self, known: &'a [&'a str]) -> impl Iterator<Item = (&'a str, &'a Value)> {
-        self.fields
-            .unknown_fields(known)
-            .filter(|(key, _)| !READ_HERE.contains(key) && !BOOKKEEPING.contains(key))
+        self.fields.unknown_fields(known).filter(|(key, _)| !READ_HERE.contains(key) && !BOOKKEEPING.contains(key))
     }
 }
 

@@ -43,12 +43,7 @@ impl HfFolder {
             false => GenerationConfig::default(),
         };
         let weights = open_weights(path)?;
-        Ok(Self {
-            path: path.to_path_buf(),
-            config,
-            generation,
-            weights,
-        })
+        Ok(Self { path: path.to_path_buf(), config, generation, weights })
     }
 
     /// The folder.
@@ -94,17 +89,12 @@ fn open_weights(folder: &Path) -> Result<Weights> {
     if index.exists() {
         return safetensors::open_sharded(&index);
     }
-    let has_pytorch = file_names(folder)
-        .iter()
-        .any(|name| name.ends_with(".bin") || name.ends_with(".pth"));
+    let has_pytorch = file_names(folder).iter().any(|name| name.ends_with(".bin") || name.ends_with(".pth"));
     let hint = match has_pytorch {
         true => "the folder has PyTorch weights only, which can run code when loaded: convert them to safetensors",
         false => "a model folder needs model.safetensors, or model.safetensors.index.json and the shards it lists",
     };
-    Err(FormatError::new(
-        &single,
-        FormatErrorKind::MissingFile { hint: hint.to_owned() },
-    ))
+    Err(FormatError::new(&single, FormatErrorKind::MissingFile { hint: hint.to_owned() }))
 }
 
 /// Names in a folder, for hints; empty when it cannot be read.
@@ -113,9 +103,5 @@ pub(crate) fn file_names(folder: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(folder) else {
         return Vec::new();
     };
-    entries
-        .flatten()
-        .take(MOST)
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .collect()
+    entries.flatten().take(MOST).filter_map(|entry| entry.file_name().into_string().ok()).collect()
 }

@@ -41,10 +41,7 @@ impl GenerationConfig {
     /// # Errors
     /// The file cannot be read or is malformed, or a field has another type than expected.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::parse(
-            &json::read_limited(path, MAX_BYTES, "expected a generation_config.json")?,
-            path,
-        )
+        Self::parse(&json::read_limited(path, MAX_BYTES, "expected a generation_config.json")?, path)
     }
 
     /// Parses the text of a file. `file` is only named in errors.

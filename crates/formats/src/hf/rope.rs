@@ -43,10 +43,7 @@ impl RopeSettings {
             // Gemma 3 before rope_parameters: the scaling is for the layers of full attention only.
             Some(local_theta) => Ok(Self::PerLayerType(vec![
                 ("full_attention".to_owned(), uniform),
-                (
-                    "sliding_attention".to_owned(),
-                    RopeParameters::read(empty(), Some(local_theta))?,
-                ),
+                ("sliding_attention".to_owned(), RopeParameters::read(empty(), Some(local_theta))?),
             ])),
         }
     }
@@ -75,10 +72,6 @@ impl RopeParameters {
             (None, None) => "default".to_owned(),
         };
         let theta = object.get_f64("rope_theta")?.or(default_theta);
-        Ok(Self {
-            rope_type,
-            theta,
-            fields: object.without(&["rope_type", "type", "rope_theta"]),
-        })
+        Ok(Self { rope_type, theta, fields: object.without(&["rope_type", "type", "rope_theta"]) })
     }
 }

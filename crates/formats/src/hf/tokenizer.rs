@@ -60,10 +60,7 @@ impl TokenizerConfig {
     /// # Errors
     /// The file cannot be read or is malformed, or a field has another type than expected.
     pub fn open(path: &Path) -> Result<Self> {
-        Self::parse(
-            &json::read_limited(path, MAX_CONFIG_BYTES, "expected a tokenizer_config.json")?,
-            path,
-        )
+        Self::parse(&json::read_limited(path, MAX_CONFIG_BYTES, "expected a tokenizer_config.json")?, path)
     }
 
     /// Parses the text of a file. `file` is only named in errors.
@@ -101,9 +98,7 @@ fn special_token(fields: &JsonFields, key: &str) -> Result<Option<String>> {
     match fields.get(key) {
         Some(Value::Object(_)) => {
             let object = fields.get_object(key)?;
-            object
-                .map(|object| object.require_str("content").map(str::to_owned))
-                .transpose()
+            object.map(|object| object.require_str("content").map(str::to_owned)).transpose()
         }
         _ => Ok(fields.get_str(key)?.map(str::to_owned)),
     }
@@ -167,11 +162,7 @@ impl HfTokenizer {
             true => Some(read_text(&template_path)?),
             false => config.chat_template.clone(),
         };
-        Ok(Self {
-            tokenizer_json,
-            config,
-            chat_template,
-        })
+        Ok(Self { tokenizer_json, config, chat_template })
     }
 }
 

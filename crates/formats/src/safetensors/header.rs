@@ -33,17 +33,9 @@ pub(crate) fn parse<R: Read>(mut reader: R, length: u64, file: &Path) -> Result<
     let header_bytes = source.u64("header length")?;
     let what = "header length";
     let kind = if header_bytes > source.remaining() {
-        Some(FormatErrorKind::Truncated {
-            what: "header",
-            needed: header_bytes,
-            remaining: source.remaining(),
-        })
+        Some(FormatErrorKind::Truncated { what: "header", needed: header_bytes, remaining: source.remaining() })
     } else if header_bytes > MAX_HEADER_BYTES {
-        Some(FormatErrorKind::LimitExceeded {
-            what: "the length",
-            found: header_bytes,
-            limit: MAX_HEADER_BYTES,
-        })
+        Some(FormatErrorKind::LimitExceeded { what: "the length", found: header_bytes, limit: MAX_HEADER_BYTES })
     } else {
         None
     };
@@ -53,11 +45,8 @@ pub(crate) fn parse<R: Read>(mut reader: R, length: u64, file: &Path) -> Result<
     let data_begin = source.position() + header_bytes;
     let mut tensors = parse_entries(reader, header_bytes, file)?;
     for tensor in &mut tensors {
-        check_size(tensor).map_err(|kind| {
-            FormatError::new(file, kind)
-                .in_tensor(&tensor.name)
-                .at(tensor.header_offset)
-        })?;
+        check_size(tensor)
+            .map_err(|kind| FormatError::new(file, kind).in_tensor(&tensor.name).at(tensor.header_offset))?;
         tensor.offset = data_begin.saturating_add(tensor.offset);
     }
     check_layout(file, &tensors, data_begin, length, Holes::Refused)?;
@@ -68,40 +57,22 @@ pub(crate) fn parse<R: Read>(mut reader: R, length: u64, file: &Path) -> Result<
 fn check_size(tensor: &TensorInfo) -> std::result::Result<(), FormatErrorKind> {
     let elems = num_elements(&tensor.shape)?;
     let Some(expected) = tensor.stored.bytes_of(elems) else {
-        let reason = format!(
-            "{:?} of {} overflows or is no whole number of bytes",
-            tensor.shape, tensor.stored
-        );
+        let reason = format!("{:?} of {} overflows or is no whole number of bytes", tensor.shape, tensor.stored);
         return Err(FormatErrorKind::InvalidShape { reason });
     };
     if expected != tensor.num_bytes {
         let (shape, dtype) = (tensor.shape.to_vec(), tensor.stored.name());
-        return Err(FormatErrorKind::ByteRangeMismatch {
-            shape,
-            dtype,
-            expected,
-            found: tensor.num_bytes,
-        });
+        return Err(FormatErrorKind::ByteRangeMismatch { shape, dtype, expected, found: tensor.num_bytes });
     }
     Ok(())
 }
 
 fn parse_entries<R: Read>(reader: R, header_bytes: u64, file: &Path) -> Result<Vec<TensorInfo>> {
     let position = Cell::new(8);
-    let mut entries = Entries {
-        tensors: Vec::new(),
-        position: &position,
-        problem: None,
-    };
+    let mut entries = Entries { tensors: Vec::new(), position: &position, problem: None };
     let most = usize::try_from(header_bytes / MIN_ENTRY_BYTES).unwrap_or(usize::MAX);
     reserve(&mut entries.tensors, most.min(MAX_TENSORS)).map_err(|kind| FormatError::new(file, kind))?;
-    let reader = HeaderReader {
-        reader,
-        left: header_bytes,
-        position: &position,
-        unquoted_bytes: 0,
-        escaped: false,
-    };
+    let reader = HeaderReader { reader, left: header_bytes, position: &position, unquoted_bytes: 0, escaped: false };
     let mut json = serde_json::Deserializer::from_reader(reader);
     let parsed = entries.deserialize(&mut json).and_then(|()| json.end());
     if let Some((name, kind)) = entries.problem {
@@ -112,9 +83,7 @@ fn parse_entries<R: Read>(reader: R, header_bytes: u64, file: &Path) -> Result<V
             serde_json::error::Category::Io if error.io_error_kind() != Some(io::ErrorKind::InvalidData) => {
                 FormatErrorKind::Io(error.into())
             }
-            _ => FormatErrorKind::Json {
-                reason: crate::error::printable(&error.to_string()),
-            },
+            _ => FormatErrorKind::Json { reason: crate::error::printable(&error.to_string()) },
         };
         FormatError::new(file, kind).in_field("header").at(position.get())
     })?;
@@ -140,10 +109,7 @@ impl<R: Read> Read for HeaderReader<'_, R> {
         let most = usize::try_from(self.left).unwrap_or(usize::MAX).min(into.len());
         let read = self.reader.read(&mut into[..most])?;
         if read == 0 && most > 0 {
-            return Err(io::Error::new(
-                io::ErrorKind::UnexpectedEof,
-                "the file was truncated while it was read",
-            ));
+            return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the file was truncated while it was read"));
         }
         for byte in &into[..read] {
             match byte {
@@ -152,10 +118,7 @@ impl<R: Read> Read for HeaderReader<'_, R> {
             }
             self.escaped = *byte == b'\\' && !self.escaped;
             if self.unquoted_bytes > MAX_STRING_BYTES {
-                return Err(io::Error::new(
-                    io::ErrorKind::InvalidData,
-                    "a string is longer than 1 MiB",
-                ));
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "a string is longer than 1 MiB"));
             }
         }
         self.left -= read as u64;
@@ -197,11 +160,7 @@ impl<'de> Visitor<'de> for &mut Entries<'_> {
                 }
                 continue;
             }
-            let RawEntry {
-                dtype,
-                shape,
-                data_offsets: (begin, end),
-            } = map.next_value()?;
+            let RawEntry { dtype, shape, data_offsets: (begin, end) } = map.next_value()?;
             let num_tensors = self.tensors.len() as u64 + 1;
             let kind = match (dtype.0, end.checked_sub(begin)) {
                 _ if num_tensors > MAX_TENSORS as u64 => FormatErrorKind::LimitExceeded {
@@ -212,22 +171,12 @@ impl<'de> Visitor<'de> for &mut Entries<'_> {
                 (Ok(stored), Some(num_bytes)) => {
                     let header_offset = self.position.get();
                     let (offset, shape) = (begin, shape.0);
-                    let tensor = TensorInfo {
-                        name,
-                        shape,
-                        offset,
-                        num_bytes,
-                        header_offset,
-                        file_idx: 0,
-                        stored,
-                    };
+                    let tensor = TensorInfo { name, shape, offset, num_bytes, header_offset, file_idx: 0, stored };
                     self.tensors.push(tensor);
                     continue;
                 }
                 (Err(found), _) => FormatErrorKind::UnknownTensorType { found },
-                (_, None) => FormatErrorKind::Invalid {
-                    reason: format!("data offsets {begin}..{end} run backwards"),
-                },
+                (_, None) => FormatErrorKind::Invalid { reason: format!("data offsets {begin}..{end} run backwards") },
             };
             self.problem = Some((name.into(), kind));
             return Err(A::Error::custom("problem"));
@@ -282,9 +231,7 @@ impl<'de> Deserialize<'de> for Dtype {
             }
 
             fn visit_str<E: serde::de::Error>(self, name: &str) -> std::result::Result<Dtype, E> {
-                Ok(Dtype(
-                    StoredType::from_safetensors_name(name).ok_or_else(|| crate::error::printable(name)),
-                ))
+                Ok(Dtype(StoredType::from_safetensors_name(name).ok_or_else(|| crate::error::printable(name))))
             }
         }
         json.deserialize_str(DtypeVisitor)

@@ -41,9 +41,7 @@ impl ShardIndex {
         let WeightMap { shards, mut tensors } = weight_map;
         let in_map = |kind| FormatError::new(file, kind).in_field("weight_map");
         if tensors.is_empty() {
-            return Err(in_map(FormatErrorKind::Invalid {
-                reason: "no tensor is listed".to_owned(),
-            }));
+            return Err(in_map(FormatErrorKind::Invalid { reason: "no tensor is listed".to_owned() }));
         }
         if let Some(shard) = shards.iter().find(|shard| !is_plain_file_name(shard)) {
             let reason = format!("'{}' is not a plain file name", printable(shard));
@@ -95,10 +93,7 @@ impl<'de> Deserialize<'de> for WeightMap {
 
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> std::result::Result<WeightMap, A::Error> {
                 let mut shard_idx: HashMap<String, u32> = HashMap::new();
-                let mut weight_map = WeightMap {
-                    shards: Vec::new(),
-                    tensors: Vec::new(),
-                };
+                let mut weight_map = WeightMap { shards: Vec::new(), tensors: Vec::new() };
                 while let Some((name, shard)) = map.next_entry::<Box<str>, String>()? {
                     let next_idx = weight_map.shards.len();
                     let idx = match shard_idx.get(&shard) {

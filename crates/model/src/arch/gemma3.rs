@@ -70,32 +70,18 @@ impl Architecture for Gemma3 {
         if !(query_scalar.is_finite() && query_scalar > 0.0) {
             return Err(raw.bad("query_pre_attn_scalar", &format!("{query_scalar} must be above 0")));
         }
-        let pattern = config
-            .sliding_window_pattern
-            .or(config._sliding_window_pattern)
-            .unwrap_or(6);
+        let pattern = config.sliding_window_pattern.or(config._sliding_window_pattern).unwrap_or(6);
         let window = Some(config.sliding_window.unwrap_or(4096));
         let is_sliding = |layer: usize| pattern == 0 || !(layer + 1).is_multiple_of(pattern);
-        let full_rope = raw
-            .rope_of("full_attention", head_dim, 1e6)?
-            .map_or_else(|| raw.rope(head_dim, 1e6), Ok)?;
-        let unscaled = RopeSettings {
-            theta: 1e4,
-            scaling: RopeScaling::Default,
-            magnitude: 1.0,
-            ..full_rope.clone()
-        };
+        let full_rope = raw.rope_of("full_attention", head_dim, 1e6)?.map_or_else(|| raw.rope(head_dim, 1e6), Ok)?;
+        let unscaled = RopeSettings { theta: 1e4, scaling: RopeScaling::Default, magnitude: 1.0, ..full_rope.clone() };
         let (layers, types) = (config.num_hidden_layers, config.layer_types.as_deref());
         let activation = config.hidden_activation.as_deref().unwrap_or("gelu_pytorch_tanh");
         Ok(Self {
             sliding_rope: raw.rope_of("sliding_attention", head_dim, 1e4)?.unwrap_or(unscaled),
             full_rope,
             activation: raw.activation("hidden_activation", activation)?,
-            attention_bias: if config.attention_bias {
-                Bias::Required
-            } else {
-                Bias::None
-            },
+            attention_bias: if config.attention_bias { Bias::Required } else { Bias::None },
             attention_scale: query_scalar.powf(-0.5),
             spec: DecoderSpec {
                 hidden_size: config.hidden_size,

@@ -56,14 +56,9 @@ impl Architecture for Llama {
 
     fn read(raw: &RawConfig) -> Result<Self, ModelError> {
         let config: Config = raw.read()?;
-        let head_dim = config
-            .head_dim
-            .unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
+        let head_dim = config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
         let (rope_style, bias): (_, fn(bool) -> Bias) = match raw.dialect() {
-            Dialect::HuggingFace => (
-                RopeStyle::Half,
-                |stated| if stated { Bias::Required } else { Bias::None },
-            ),
+            Dialect::HuggingFace => (RopeStyle::Half, |stated| if stated { Bias::Required } else { Bias::None }),
             Dialect::Gguf => (RopeStyle::Interleaved, |_| Bias::AsStored),
         };
         let activation = raw.activation("hidden_act", config.hidden_act.as_deref().unwrap_or("silu"))?;

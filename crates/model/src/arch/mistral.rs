@@ -40,9 +40,7 @@ impl Architecture for Mistral {
 
     fn read(raw: &RawConfig) -> Result<Self, ModelError> {
         let config: Config = raw.read()?;
-        let head_dim = config
-            .head_dim
-            .unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
+        let head_dim = config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
         let window = config.sliding_window;
         Ok(Self(Llama {
             rope: raw.rope(head_dim, 10_000.0)?,

@@ -43,9 +43,7 @@ impl Architecture for Qwen2 {
 
     fn read(raw: &RawConfig) -> Result<Self, ModelError> {
         let config: Config = raw.read()?;
-        let head_dim = config
-            .head_dim
-            .unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
+        let head_dim = config.head_dim.unwrap_or(config.hidden_size / config.num_attention_heads.max(1));
         // Without use_sliding_window the window is there but not meant.
         let window = config.sliding_window.filter(|_| config.use_sliding_window);
         let first_sliding = config.max_window_layers.unwrap_or(28);

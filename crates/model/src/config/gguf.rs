@@ -27,10 +27,7 @@ const FIELDS: &[(&str, &str)] = &[
     ("rope.scaling.attn_factor", "rope_parameters.magnitude"),
     ("rope.scaling.factor", "rope_parameters.factor"),
     ("rope.scaling.finetuned", "rope_parameters.finetuned"),
-    (
-        "rope.scaling.original_context_length",
-        "rope_parameters.original_max_position_embeddings",
-    ),
+    ("rope.scaling.original_context_length", "rope_parameters.original_max_position_embeddings"),
     ("rope.scaling.type", "rope_parameters.rope_type"),
     ("rope.scaling.yarn_attn_factor", "rope_parameters.magnitude"),
     ("rope.scaling.yarn_beta_fast", "rope_parameters.beta_fast"),
@@ -48,13 +45,8 @@ const REQUIRED: &[&str] = &[
 ];
 
 /// Keys that are read here or say nothing about the maths.
-const READ_HERE: &[&str] = &[
-    "attention.value_length",
-    "expert_used_count",
-    "rope.dimension_count",
-    "tensor_data_layout",
-    "vocab_size",
-];
+const READ_HERE: &[&str] =
+    &["attention.value_length", "expert_used_count", "rope.dimension_count", "tensor_data_layout", "vocab_size"];
 
 /// A field's key, for messages.
 pub(super) fn spelled(architecture: &str, field: &str) -> String {
@@ -91,10 +83,8 @@ impl RawConfig {
             rope: RawRope::Uniform(Map::new()),
         };
         let prefix = format!("{}.", raw.architecture);
-        let keys: Vec<(&str, &GgufValue)> = metadata
-            .iter()
-            .filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value)))
-            .collect();
+        let keys: Vec<(&str, &GgufValue)> =
+            metadata.iter().filter_map(|(key, value)| Some((key.strip_prefix(&prefix)?, value))).collect();
         for key in REQUIRED {
             if !keys.iter().any(|(k, _)| k == key) {
                 return Err(raw.bad(&format!("{prefix}{key}"), "missing"));
@@ -124,12 +114,8 @@ impl RawConfig {
             return Err(self.bad("num_attention_heads", "must be one number above 0 for all layers"));
         };
         self.fields.entry("num_key_value_heads").or_insert_with(|| heads.into());
-        let head_dim = self
-            .fields
-            .entry("head_dim")
-            .or_insert_with(|| (hidden / heads).into())
-            .as_u64()
-            .unwrap_or_default();
+        let head_dim =
+            self.fields.entry("head_dim").or_insert_with(|| (hidden / heads).into()).as_u64().unwrap_or_default();
         if let Some(value_dim) = metadata.get_u64(&format!("{prefix}attention.value_length"))?
             && value_dim != head_dim
         {
@@ -174,10 +160,7 @@ impl RawConfig {
             None => RawRope::Uniform(uniform),
             Some(theta) => RawRope::PerLayerType(vec![
                 ("full_attention".into(), uniform),
-                (
-                    "sliding_attention".into(),
-                    Map::from_iter([("rope_theta".to_owned(), theta)]),
-                ),
+                ("sliding_attention".into(), Map::from_iter([("rope_theta".to_owned(), theta)])),
             ]),
         };
     }
@@ -224,9 +207,7 @@ fn uniform(items: impl Iterator<Item = i64> + Clone) -> Value {
 fn insert(fields: &mut Map<String, Value>, field: &str, value: Value) {
     match field.strip_prefix("rope_parameters.") {
         Some(inner) => {
-            let rope = fields
-                .entry("rope_parameters")
-                .or_insert_with(|| Value::Object(Map::new()));
+            let rope = fields.entry("rope_parameters").or_insert_with(|| Value::Object(Map::new()));
             if let Value::Object(rope) = rope {
                 rope.insert(inner.into(), value);
             }

@@ -46,12 +46,9 @@ impl From<&hf::RopeSettings> for RawRope {
         };
         match settings {
             hf::RopeSettings::Uniform(parameters) => Self::Uniform(map(parameters)),
-            hf::RopeSettings::PerLayerType(types) => Self::PerLayerType(
-                types
-                    .iter()
-                    .map(|(name, parameters)| (name.clone(), map(parameters)))
-                    .collect(),
-            ),
+            hf::RopeSettings::PerLayerType(types) => {
+                Self::PerLayerType(types.iter().map(|(name, parameters)| (name.clone(), map(parameters))).collect())
+            }
         }
     }
 }
@@ -72,24 +69,11 @@ impl RawConfig {
     pub(crate) fn rope(&self, head_dim: usize, default_theta: f64) -> Result<RopeSettings, ModelError> {
         match &self.rope {
             RawRope::Uniform(fields) => {
-                let place = if self.get("rope_parameters").is_some() {
-                    "rope_parameters"
-                } else {
-                    "rope_scaling"
-                };
-                RopeFields {
-                    raw: self,
-                    place: place.into(),
-                    fields,
-                }
-                .read(head_dim, default_theta)
+                let place = if self.get("rope_parameters").is_some() { "rope_parameters" } else { "rope_scaling" };
+                RopeFields { raw: self, place: place.into(), fields }.read(head_dim, default_theta)
             }
             RawRope::PerLayerType(types) => {
-                let names = types
-                    .iter()
-                    .map(|(name, _)| name.as_str())
-                    .collect::<Vec<_>>()
-                    .join(", ");
+                let names = types.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
                 let detail = "this architecture has one kind of rope";
                 Err(self.unsupported("rope_parameters", &format!("settings for {names}"), detail))
             }
@@ -111,13 +95,7 @@ impl RawConfig {
         };
         let place = format!("rope_parameters.{layer_type}");
         match types.iter().find(|(name, _)| name == layer_type) {
-            Some((_, fields)) => RopeFields {
-                raw: self,
-                place,
-                fields,
-            }
-            .read(head_dim, default_theta)
-            .map(Some),
+            Some((_, fields)) => RopeFields { raw: self, place, fields }.read(head_dim, default_theta).map(Some),
             None => Err(self.bad(&place, "missing")),
         }
     }
@@ -135,37 +113,22 @@ impl RawConfig {
 
 impl RopeFields<'_> {
     fn read(&self, head_dim: usize, default_theta: f64) -> Result<RopeSettings, ModelError> {
-        let unknown = self
-            .fields
-            .iter()
-            .find(|(key, value)| !KNOWN.contains(&key.as_str()) && !super::is_off(value));
+        let unknown = self.fields.iter().find(|(key, value)| !KNOWN.contains(&key.as_str()) && !super::is_off(value));
         if let Some((key, value)) = unknown {
             return Err(self.raw.unsupported(&self.named(key), value, "not understood"));
         }
         let theta = self.number("rope_theta")?.unwrap_or(default_theta);
         if theta <= 1.0 {
-            return Err(self
-                .raw
-                .bad("rope_theta", &format!("{theta} is no base of frequencies")));
+            return Err(self.raw.bad("rope_theta", &format!("{theta} is no base of frequencies")));
         }
         let partial = match self.number("partial_rotary_factor")? {
             Some(partial) => partial,
-            None => self
-                .raw
-                .number("partial_rotary_factor", self.raw.get("partial_rotary_factor"))?
-                .unwrap_or(1.0),
+            None => self.raw.number("partial_rotary_factor", self.raw.get("partial_rotary_factor"))?.unwrap_or(1.0),
         };
-        let rotary_dim = rotary_dim(head_dim, partial).ok_or_else(|| {
-            self.raw
-                .bad("partial_rotary_factor", &format!("{partial} of a head of {head_dim}"))
-        })?;
+        let rotary_dim = rotary_dim(head_dim, partial)
+            .ok_or_else(|| self.raw.bad("partial_rotary_factor", &format!("{partial} of a head of {head_dim}")))?;
         let magnitude = self.number("magnitude")?.unwrap_or(1.0);
-        Ok(RopeSettings {
-            theta,
-            rotary_dim,
-            scaling: self.scaling()?,
-            magnitude,
-        })
+        Ok(RopeSettings { theta, rotary_dim, scaling: self.scaling()?, magnitude })
     }
 
     fn get(&self, key: &str) -> Option<&Value> {
@@ -193,9 +156,9 @@ impl RopeFields<'_> {
         match self.get("rope_type") {
             None => Ok(RopeScaling::Default),
             Some(Value::String(kind)) if kind == "default" => Ok(RopeScaling::Default),
-            Some(Value::String(kind)) if kind == "linear" => Ok(RopeScaling::Linear {
-                factor: self.positive("factor")?,
-            }),
+            Some(Value::String(kind)) if kind == "linear" => {
+                Ok(RopeScaling::Linear { factor: self.positive("factor")? })
+            }
             Some(Value::String(kind)) if kind == "llama3" => self.llama3(),
             Some(Value::String(kind)) if kind == "yarn" => self.yarn(),
             Some(other) => {
@@ -209,9 +172,7 @@ impl RopeFields<'_> {
         let (low_freq_factor, high_freq_factor) =
             (self.positive("low_freq_factor")?, self.positive("high_freq_factor")?);
         if low_freq_factor >= high_freq_factor {
-            return Err(self
-                .raw
-                .bad(&self.named("high_freq_factor"), "must be above low_freq_factor"));
+            return Err(self.raw.bad(&self.named("high_freq_factor"), "must be above low_freq_factor"));
         }
         Ok(RopeScaling::Llama3 {
             factor: self.positive("factor")?,
@@ -222,10 +183,7 @@ impl RopeFields<'_> {
     }
 
     fn yarn(&self) -> Result<RopeScaling, ModelError> {
-        let max_len = || {
-            self.raw
-                .number("max_position_embeddings", self.raw.get("max_position_embeddings"))
-        };
+        let max_len = || self.raw.number("max_position_embeddings", self.raw.get("max_position_embeddings"));
         let original_len = match self.get("original_max_position_embeddings") {
             Some(_) => self.positive("original_max_position_embeddings")?,
             None => max_len()?.unwrap_or(0.0).max(1.0),
@@ -236,11 +194,7 @@ impl RopeFields<'_> {
         };
         // transformers takes 0 for "not stated" in these four.
         let stated = |key: &str| self.number(key).map(|number| number.filter(|n| *n != 0.0));
-        let magnitude = match (
-            self.number("attention_factor")?,
-            stated("mscale")?,
-            stated("mscale_all_dim")?,
-        ) {
+        let magnitude = match (self.number("attention_factor")?, stated("mscale")?, stated("mscale_all_dim")?) {
             (Some(magnitude), _, _) => magnitude,
             (None, Some(mscale), Some(all_dim)) => yarn_magnitude(factor, mscale) / yarn_magnitude(factor, all_dim),
             (None, _, _) => yarn_magnitude(factor, 1.0),
@@ -249,28 +203,14 @@ impl RopeFields<'_> {
             None => true,
             Some(Value::Bool(truncate)) => *truncate,
             Some(other) => {
-                return Err(self
-                    .raw
-                    .bad(&self.named("truncate"), &format!("expected a bool, found {other}")));
+                return Err(self.raw.bad(&self.named("truncate"), &format!("expected a bool, found {other}")));
             }
         };
-        let (beta_fast, beta_slow) = (
-            stated("beta_fast")?.unwrap_or(32.0),
-            stated("beta_slow")?.unwrap_or(1.0),
-        );
+        let (beta_fast, beta_slow) = (stated("beta_fast")?.unwrap_or(32.0), stated("beta_slow")?.unwrap_or(1.0));
         if !(beta_slow > 0.0 && beta_fast >= beta_slow) {
-            return Err(self
-                .raw
-                .bad(&self.named("beta_fast"), "beta_fast ≥ beta_slow > 0 is expected"));
+            return Err(self.raw.bad(&self.named("beta_fast"), "beta_fast ≥ beta_slow > 0 is expected"));
         }
-        Ok(RopeScaling::Yarn {
-            factor,
-            original_len,
-            beta_fast,
-            beta_slow,
-            truncate,
-            magnitude,
-        })
+        Ok(RopeScaling::Yarn { factor, original_len, beta_fast, beta_slow, truncate, magnitude })
     }
 }
 
@@ -316,30 +256,16 @@ mod tests {
             "rope_parameters": {"rope_theta": 5e5, "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
                                 "original_max_position_embeddings": 512, "rope_type": "llama3"}
         });
-        let expected = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_len: 512.0,
-        };
-        let expected = RopeSettings {
-            theta: 5e5,
-            rotary_dim: 32,
-            scaling: expected,
-            magnitude: 1.0,
-        };
+        let expected =
+            RopeScaling::Llama3 { factor: 8.0, low_freq_factor: 1.0, high_freq_factor: 4.0, original_len: 512.0 };
+        let expected = RopeSettings { theta: 5e5, rotary_dim: 32, scaling: expected, magnitude: 1.0 };
         assert_eq!(rope(old, None).unwrap(), expected);
         assert_eq!(rope(new, None).unwrap(), expected);
     }
 
     #[test]
     fn nothing_or_null_is_the_default() {
-        let expected = RopeSettings {
-            theta: 10_000.0,
-            rotary_dim: 32,
-            scaling: RopeScaling::Default,
-            magnitude: 1.0,
-        };
+        let expected = RopeSettings { theta: 10_000.0, rotary_dim: 32, scaling: RopeScaling::Default, magnitude: 1.0 };
         for fields in [
             json!({}),
             json!({"rope_scaling": null}),
@@ -364,29 +290,16 @@ mod tests {
         assert_eq!((sliding.theta, sliding.scaling), (1e4, RopeScaling::Default));
         let error = rope(fields.clone(), Some("chunked_attention")).unwrap_err();
         assert!(error.contains("rope_parameters.chunked_attention: missing"), "{error}");
-        refused(
-            fields,
-            "rope_parameters = settings for full_attention, sliding_attention",
-        );
-        assert!(
-            raw(json!({}))
-                .rope_of("full_attention", 32, 10_000.0)
-                .unwrap()
-                .is_none()
-        );
+        refused(fields, "rope_parameters = settings for full_attention, sliding_attention");
+        assert!(raw(json!({})).rope_of("full_attention", 32, 10_000.0).unwrap().is_none());
     }
 
     #[test]
     fn yarn_defaults_and_mscale() {
         let yarn = |fields: Value| match rope(fields, None).unwrap().scaling {
-            RopeScaling::Yarn {
-                factor,
-                original_len,
-                beta_fast,
-                beta_slow,
-                truncate,
-                magnitude,
-            } => (factor, original_len, beta_fast, beta_slow, truncate, magnitude),
+            RopeScaling::Yarn { factor, original_len, beta_fast, beta_slow, truncate, magnitude } => {
+                (factor, original_len, beta_fast, beta_slow, truncate, magnitude)
+            }
             other => panic!("{other:?}"),
         };
         let got = yarn(json!({"rope_scaling": {"type": "yarn", "factor": 4.0}, "max_position_embeddings": 2048}));
@@ -394,36 +307,16 @@ mod tests {
         let got = yarn(json!({"max_position_embeddings": 4096, "rope_parameters": {
             "rope_type": "yarn", "original_max_position_embeddings": 1024, "truncate": false,
             "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 16, "beta_slow": 2}}));
-        assert_eq!(
-            got,
-            (
-                4.0,
-                1024.0,
-                16.0,
-                2.0,
-                false,
-                yarn_magnitude(4.0, 1.0) / yarn_magnitude(4.0, 0.5)
-            )
-        );
-        let got = yarn(
-            json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5,
-                                                "original_max_position_embeddings": 16}}),
-        );
+        assert_eq!(got, (4.0, 1024.0, 16.0, 2.0, false, yarn_magnitude(4.0, 1.0) / yarn_magnitude(4.0, 0.5)));
+        let got = yarn(json!({"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": 1.5,
+                                                "original_max_position_embeddings": 16}}));
         assert_eq!(got.5, 1.5);
     }
 
     #[test]
     fn partial_rotary_factor_cuts_the_head() {
-        assert_eq!(
-            rope(json!({"partial_rotary_factor": 0.5}), None).unwrap().rotary_dim,
-            16
-        );
-        assert_eq!(
-            rope(json!({"rope_parameters": {"partial_rotary_factor": 0.25}}), None)
-                .unwrap()
-                .rotary_dim,
-            8
-        );
+        assert_eq!(rope(json!({"partial_rotary_factor": 0.5}), None).unwrap().rotary_dim, 16);
+        assert_eq!(rope(json!({"rope_parameters": {"partial_rotary_factor": 0.25}}), None).unwrap().rotary_dim, 8);
         refused(json!({"partial_rotary_factor": 1.5}), "partial_rotary_factor");
         refused(json!({"partial_rotary_factor": 0.1}), "partial_rotary_factor");
     }
@@ -434,26 +327,11 @@ mod tests {
             json!({"rope_scaling": {"type": "longrope"}}),
             "rope_scaling.rope_type = \"longrope\" is not supported",
         );
-        refused(
-            json!({"rope_parameters": {"rope_type": "dynamic"}}),
-            "rope_parameters.rope_type = \"dynamic\"",
-        );
-        refused(
-            json!({"rope_scaling": {"type": "linear"}}),
-            "rope_scaling.factor: missing",
-        );
-        refused(
-            json!({"rope_scaling": {"type": "linear", "factor": 0}}),
-            "rope_scaling.factor: 0 must be above 0",
-        );
-        refused(
-            json!({"rope_scaling": {"type": "linear", "factor": "2"}}),
-            "rope_scaling.factor: expected a number",
-        );
-        refused(
-            json!({"rope_scaling": {"mrope_section": [1, 2]}}),
-            "rope_scaling.mrope_section = [1,2]",
-        );
+        refused(json!({"rope_parameters": {"rope_type": "dynamic"}}), "rope_parameters.rope_type = \"dynamic\"");
+        refused(json!({"rope_scaling": {"type": "linear"}}), "rope_scaling.factor: missing");
+        refused(json!({"rope_scaling": {"type": "linear", "factor": 0}}), "rope_scaling.factor: 0 must be above 0");
+        refused(json!({"rope_scaling": {"type": "linear", "factor": "2"}}), "rope_scaling.factor: expected a number");
+        refused(json!({"rope_scaling": {"mrope_section": [1, 2]}}), "rope_scaling.mrope_section = [1,2]");
         refused(json!({"rope_theta": 0}), "rope_theta: 0");
         let llama3 = json!({"rope_scaling": {"type": "llama3", "factor": 8, "low_freq_factor": 4,
                                              "high_freq_factor": 1, "original_max_position_embeddings": 64}});

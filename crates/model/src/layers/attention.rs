@@ -16,18 +16,12 @@ impl Rope {
     /// The table of `settings`, with the file's own divisors where it has them.
     pub(crate) fn load(layer: &LayerReader<'_>, settings: &RopeSettings, style: RopeStyle) -> Result<Self, ModelError> {
         let divisors = layer.weights.rope_divisors(settings.rotary_dim / 2)?;
-        Ok(Self {
-            table: settings.table(style, divisors.as_deref()),
-            head_dim: layer.spec.head_dim,
-        })
+        Ok(Self { table: settings.table(style, divisors.as_deref()), head_dim: layer.spec.head_dim })
     }
 
     /// The table of `settings` alone.
     pub(crate) fn from_settings(layer: &LayerReader<'_>, settings: &RopeSettings, style: RopeStyle) -> Self {
-        Self {
-            table: settings.table(style, None),
-            head_dim: layer.spec.head_dim,
-        }
+        Self { table: settings.table(style, None), head_dim: layer.spec.head_dim }
     }
 
     /// Turns q `[T, H * E]` and k `[T, K * E]` by their positions.

@@ -24,10 +24,7 @@ impl Projection {
         bias: Bias,
     ) -> Result<Self, ModelError> {
         let weight = weights.matrix(module, shape, &Cut::Rows(rows.clone()))?;
-        Ok(Self {
-            weight,
-            bias: weights.bias(module, shape[0], rows, bias)?,
-        })
+        Ok(Self { weight, bias: weights.bias(module, shape[0], rows, bias)? })
     }
 
     /// A place for the product with `x` of `num_rows` rows.
@@ -37,11 +34,7 @@ impl Projection {
 
     /// This product as a part of one device call.
     pub(super) fn part<'a>(&'a self, out: &'a mut Tensor) -> LinearPart<'a> {
-        LinearPart {
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            out,
-        }
+        LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out }
     }
 }
 
@@ -78,8 +71,7 @@ impl QkvLinear {
         let mut q = self.q.output(cx.rank, x.rows())?;
         let mut k = self.k.output(cx.rank, x.rows())?;
         let mut v = self.v.output(cx.rank, x.rows())?;
-        cx.backend()
-            .linear(x, &mut [self.q.part(&mut q), self.k.part(&mut k), self.v.part(&mut v)])?;
+        cx.backend().linear(x, &mut [self.q.part(&mut q), self.k.part(&mut k), self.v.part(&mut v)])?;
         Ok((q, k, v))
     }
 }
@@ -95,12 +87,7 @@ impl RowLinear {
     pub(crate) fn load_attention_output(layer: &LayerReader<'_>, bias: Bias) -> Result<Self, ModelError> {
         let (spec, module) = (layer.spec, layer.module("self_attn.o_proj"));
         let uncut = |error| layer.weights.uncut(module, &error);
-        let heads = layer
-            .weights
-            .shard()
-            .heads(spec.num_heads, spec.num_kv_heads)
-            .map_err(uncut)?
-            .heads;
+        let heads = layer.weights.shard().heads(spec.num_heads, spec.num_kv_heads).map_err(uncut)?.heads;
         let cols = heads.start * spec.head_dim..heads.end * spec.head_dim;
         Self::load(layer, module, spec.num_heads * spec.head_dim, cols, bias)
     }
@@ -114,9 +101,7 @@ impl RowLinear {
         bias: Bias,
     ) -> Result<Self, ModelError> {
         let hidden_size = layer.spec.hidden_size;
-        let weight = layer
-            .weights
-            .matrix(module, [hidden_size, num_cols], &Cut::Cols(cols))?;
+        let weight = layer.weights.matrix(module, [hidden_size, num_cols], &Cut::Cols(cols))?;
         let bias = layer.weights.bias(module, hidden_size, 0..hidden_size, bias)?;
         // The sum over ranks must hold the bias once.
         let bias = bias.filter(|_| layer.weights.shard().rank == 0);
@@ -126,11 +111,7 @@ impl RowLinear {
     /// `x` `[T, this rank's features]` to `[T, D]`, summed over ranks.
     pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<Tensor, ModelError> {
         let mut out = cx.backend().temp(x.rows(), self.weight.rows())?;
-        let part = LinearPart {
-            weight: &self.weight,
-            bias: self.bias.as_ref(),
-            out: &mut out,
-        };
+        let part = LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out: &mut out };
         cx.backend().linear(x, &mut [part])?;
         cx.rank.collective.all_reduce(&mut out)?;
         Ok(out)

@@ -41,8 +41,7 @@ impl GatedMlp {
     pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<Tensor, ModelError> {
         let mut gate = self.gate.output(cx.rank, x.rows())?; // [T, F]
         let mut up = self.up.output(cx.rank, x.rows())?; // [T, F]
-        cx.backend()
-            .linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
+        cx.backend().linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
         let mut gated = cx.backend().temp(x.rows(), gate.cols())?; // [T, F]
         cx.backend().gated_activation(&gate, &up, self.activation, &mut gated)?;
         drop((gate, up));

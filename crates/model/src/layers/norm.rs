@@ -34,10 +34,7 @@ impl RmsNorm {
         module: Module<'_>,
         len: usize,
     ) -> Result<Self, ModelError> {
-        Ok(Self {
-            weight: weights.vector(module, len, spec.norm_offset)?,
-            eps: spec.norm_eps,
-        })
+        Ok(Self { weight: weights.vector(module, len, spec.norm_offset)?, eps: spec.norm_eps })
     }
 
     /// `x` `[rows, D]` to `[rows, D]`.

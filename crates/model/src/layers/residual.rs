@@ -14,10 +14,7 @@ pub(crate) struct ResidualStream {
 impl ResidualStream {
     /// Begins with the embeddings, or with the states of the stage before.
     pub(crate) fn new(residual: Tensor) -> Self {
-        Self {
-            residual,
-            pending: None,
-        }
+        Self { residual, pending: None }
     }
 
     /// Adds a block's output `[T, D]`, at the latest with the next norm.

@@ -25,19 +25,13 @@ impl Vocabulary {
             true => None,
             false => Some(weights.matrix(Module::Outer("lm_head"), shape, &head_cut(weights, spec.vocab_size))?),
         };
-        Ok(Self {
-            embedding,
-            head,
-            embedding_scale: spec.embedding_scale,
-            soft_cap: spec.final_soft_cap,
-        })
+        Ok(Self { embedding, head, embedding_scale: spec.embedding_scale, soft_cap: spec.final_soft_cap })
     }
 
     /// Embeddings `[T, D]` of `ids`.
     pub(crate) fn embed(&self, rank: &RankContext, ids: &[u32]) -> Result<Tensor, ModelError> {
         let mut out = rank.backend.temp(ids.len(), self.embedding.cols())?;
-        rank.backend
-            .embed(&self.embedding, ids, self.embedding_scale, &mut out)?;
+        rank.backend.embed(&self.embedding, ids, self.embedding_scale, &mut out)?;
         Ok(out)
     }
 
@@ -45,14 +39,7 @@ impl Vocabulary {
     pub(crate) fn logits(&self, rank: &RankContext, x: &Tensor) -> Result<Tensor, ModelError> {
         let head = self.head.as_ref().unwrap_or(&self.embedding);
         let mut out = rank.backend.temp(x.rows(), head.rows())?;
-        rank.backend.linear(
-            x,
-            &mut [LinearPart {
-                weight: head,
-                bias: None,
-                out: &mut out,
-            }],
-        )?;
+        rank.backend.linear(x, &mut [LinearPart { weight: head, bias: None, out: &mut out }])?;
         if head.rows() < self.embedding.rows() {
             let mut gathered = rank.backend.temp(x.rows(), self.embedding.rows())?;
             rank.collective.all_gather_cols(&out, &mut gathered)?;

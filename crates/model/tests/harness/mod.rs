@@ -12,15 +12,7 @@ use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-pub const ZOO: [&str; 7] = [
-    "llama",
-    "llama3-rope",
-    "llama-yarn",
-    "mistral-swa",
-    "qwen2",
-    "qwen3",
-    "gemma3",
-];
+pub const ZOO: [&str; 7] = ["llama", "llama3-rope", "llama-yarn", "mistral-swa", "qwen2", "qwen3", "gemma3"];
 const BLOCK_SIZE: usize = 16;
 
 pub fn zoo(name: &str) -> PathBuf {
@@ -32,25 +24,12 @@ pub fn golden(name: &str) -> Value {
 }
 
 pub fn ids(value: &Value) -> Vec<u32> {
-    value
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|id| id.as_u64().unwrap() as u32)
-        .collect()
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
 pub fn context(activations: ActivationMode) -> RankContext {
-    let backend = CpuBackend::new(CpuConfig {
-        activations,
-        num_threads: Some(2),
-        ..CpuConfig::default()
-    })
-    .unwrap();
-    RankContext {
-        backend: Arc::new(backend),
-        collective: Arc::new(SoloCollective),
-    }
+    let backend = CpuBackend::new(CpuConfig { activations, num_threads: Some(2), ..CpuConfig::default() }).unwrap();
+    RankContext { backend: Arc::new(backend), collective: Arc::new(SoloCollective) }
 }
 
 pub fn load(path: &Path) -> Result<Box<dyn CausalLm>, ModelError> {
@@ -94,17 +73,10 @@ impl Rig {
         let mut free_blocks: Vec<u32> = (0..num_blocks as u32).collect();
         let mut state = 0x9e37_79b9_u64;
         for i in (1..free_blocks.len()).rev() {
-            state = state
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             free_blocks.swap(i, (state >> 33) as usize % (i + 1));
         }
-        Self {
-            model,
-            cx,
-            kv,
-            free_blocks,
-        }
+        Self { model, cx, kv, free_blocks }
     }
 
     pub fn zoo(name: &str, tokens: usize) -> Self {
@@ -116,24 +88,15 @@ impl Rig {
     }
 
     pub fn sequence(&self) -> Sequence {
-        Sequence {
-            tables: vec![Vec::new(); self.spec().kv_groups.len()],
-            len: 0,
-        }
+        Sequence { tables: vec![Vec::new(); self.spec().kv_groups.len()], len: 0 }
     }
 
     /// Runs one step of several sequences; hidden states `[T, D]`.
     pub fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Tensor {
         let num_groups = self.spec().kv_groups.len();
-        let empty = GroupLayout {
-            block_table_start: vec![0],
-            ..GroupLayout::default()
-        };
-        let mut layout = BatchLayout {
-            query_start: vec![0],
-            groups: vec![empty; num_groups],
-            ..BatchLayout::default()
-        };
+        let empty = GroupLayout { block_table_start: vec![0], ..GroupLayout::default() };
+        let mut layout =
+            BatchLayout { query_start: vec![0], groups: vec![empty; num_groups], ..BatchLayout::default() };
         let mut token_ids = Vec::new();
         for (sequence, tokens) in work {
             let (start, end) = (sequence.len, sequence.len + tokens.len());
@@ -155,16 +118,7 @@ impl Rig {
         let backend = &self.cx.backend;
         let batch = backend.upload_batch(layout, self.kv.spec()).unwrap();
         backend.begin_forward();
-        let hidden = self
-            .model
-            .forward(
-                &ModelInput {
-                    token_ids: &token_ids,
-                    batch: &batch,
-                },
-                &mut self.kv,
-            )
-            .unwrap();
+        let hidden = self.model.forward(&ModelInput { token_ids: &token_ids, batch: &batch }, &mut self.kv).unwrap();
         backend.end_forward();
         hidden
     }
@@ -210,11 +164,7 @@ pub fn argmax(row: &[f64]) -> u32 {
 /// Checks everything that a golden file states about a model.
 pub fn check_goldens(name: &str, path: &Path) {
     let golden = golden(name);
-    let prompts = golden["prompts"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .chain(golden["chat"].as_array().unwrap());
+    let prompts = golden["prompts"].as_array().unwrap().iter().chain(golden["chat"].as_array().unwrap());
     for prompt in prompts {
         check_prompt(name, path, prompt);
     }
@@ -223,28 +173,13 @@ pub fn check_goldens(name: &str, path: &Path) {
     let mut rig = Rig::new(path, ActivationMode::default(), DType::F32, tokens.len());
     let mut sequence = rig.sequence();
     let logprobs = rig.logprobs(&mut sequence, &tokens[..tokens.len() - 1], 512);
-    let nll: Vec<f64> = logprobs
-        .iter()
-        .zip(&tokens[1..])
-        .map(|(row, next)| -row[*next as usize])
-        .collect();
+    let nll: Vec<f64> = logprobs.iter().zip(&tokens[1..]).map(|(row, next)| -row[*next as usize]).collect();
     let (sum, expected): (f64, f64) = (nll.iter().sum(), document["sum_nll"].as_f64().unwrap());
-    println!(
-        "{name}: document NLL {sum:.6}, golden {expected:.6}, relative {:.2e}",
-        (sum / expected - 1.0).abs()
-    );
-    assert!(
-        (sum / expected - 1.0).abs() < 1e-4,
-        "{name}: NLL {sum}, golden {expected}"
-    );
+    println!("{name}: document NLL {sum:.6}, golden {expected:.6}, relative {:.2e}", (sum / expected - 1.0).abs());
+    assert!((sum / expected - 1.0).abs() < 1e-4, "{name}: NLL {sum}, golden {expected}");
     for (i, expected) in document["nll_every_64"].as_array().unwrap().iter().enumerate() {
         let expected = expected.as_f64().unwrap();
-        assert!(
-            (nll[i * 64] - expected).abs() < 2e-3,
-            "{name}: term {}: {} vs {expected}",
-            i * 64,
-            nll[i * 64]
-        );
+        assert!((nll[i * 64] - expected).abs() < 2e-3, "{name}: term {}: {} vs {expected}", i * 64, nll[i * 64]);
     }
 }
 

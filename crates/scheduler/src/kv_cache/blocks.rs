@@ -19,11 +19,7 @@ pub(super) struct Blocks {
 impl Blocks {
     pub(super) fn require(&self, needed: usize) -> Result<(), OutOfBlocks> {
         let available = self.pool.num_available();
-        if needed > available {
-            Err(OutOfBlocks { needed, available })
-        } else {
-            Ok(())
-        }
+        if needed > available { Err(OutOfBlocks { needed, available }) } else { Ok(()) }
     }
 
     /// A block, after [`Self::require`] has said that there is one.
@@ -62,15 +58,9 @@ impl Blocks {
         let mut needed = 0;
         for group in &table.groups {
             let len = group.blocks.len();
-            assert!(
-                first >= group.first_live && first <= len,
-                "block {first} lies outside its table: {group:?}"
-            );
+            assert!(first >= group.first_live && first <= len, "block {first} lies outside its table: {group:?}");
             needed += end.saturating_sub(len);
-            needed += group.blocks[first..end.min(len)]
-                .iter()
-                .filter(|&&block| self.is_shared(block))
-                .count();
+            needed += group.blocks[first..end.min(len)].iter().filter(|&&block| self.is_shared(block)).count();
         }
         if needed == 0 {
             return Ok(());
@@ -94,11 +84,7 @@ impl Blocks {
     /// content the first keeps the name.
     pub(super) fn register(&mut self, table: &mut BlockTable, hashes: &[u128]) {
         for (group_idx, group) in (0u32..).zip(&table.groups) {
-            for (block_idx, &hash) in hashes
-                .iter()
-                .enumerate()
-                .skip(table.num_registered.max(group.first_live))
-            {
+            for (block_idx, &hash) in hashes.iter().enumerate().skip(table.num_registered.max(group.first_live)) {
                 let (block, key) = (group.blocks[block_idx], BlockKey { hash, group: group_idx });
                 if self.pool.skips_share_count && self.pool.meta(block).place != Place::Owned {
                     continue;

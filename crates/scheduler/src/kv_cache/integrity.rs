@@ -21,10 +21,7 @@ impl PagedKvCache {
             let len = table.groups[0].blocks.len();
             for (group_idx, group) in table.groups.iter().enumerate() {
                 if group.blocks.len() != len || group.first_live > len || table.num_registered > len {
-                    return broken(format!(
-                        "{id:?} group {group_idx}: {} entries, others {len}",
-                        group.blocks.len()
-                    ));
+                    return broken(format!("{id:?} group {group_idx}: {} entries, others {len}", group.blocks.len()));
                 }
                 if self.config.layout == KvLayout::Contiguous && len != self.reserved_blocks() {
                     return broken(format!("{id:?} reserves {len} blocks, not {}", self.reserved_blocks()));
@@ -46,10 +43,7 @@ impl PagedKvCache {
         for (block, &owners) in (0u32..).zip(&owners) {
             let meta = self.blocks.pool.meta(BlockId(block));
             if meta.ref_count != owners {
-                return broken(format!(
-                    "block {block} counts {} owners; tables name {owners}",
-                    meta.ref_count
-                ));
+                return broken(format!("block {block} counts {} owners; tables name {owners}", meta.ref_count));
             }
         }
         Ok(())
@@ -72,10 +66,7 @@ impl PagedKvCache {
             }
         }
         if named != self.blocks.index.len() {
-            return broken(format!(
-                "the index holds {} names; {named} blocks have one",
-                self.blocks.index.len()
-            ));
+            return broken(format!("the index holds {} names; {named} blocks have one", self.blocks.index.len()));
         }
         self.check_groups_of_names()
     }

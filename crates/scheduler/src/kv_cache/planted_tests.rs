@@ -15,10 +15,7 @@ fn cache() -> PagedKvCache {
 }
 
 fn id(request: u64) -> SequenceId {
-    SequenceId {
-        request: RequestId(request),
-        choice: 0,
-    }
+    SequenceId { request: RequestId(request), choice: 0 }
 }
 
 /// Two sequences share a block; the first ends; a third takes every block it can get. Whether it was

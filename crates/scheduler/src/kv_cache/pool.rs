@@ -40,11 +40,7 @@ struct List {
 }
 
 impl List {
-    const EMPTY: List = List {
-        head: NIL,
-        tail: NIL,
-        len: 0,
-    };
+    const EMPTY: List = List { head: NIL, tail: NIL, len: 0 };
 }
 
 /// All blocks. Every operation but construction is O(1).
@@ -67,14 +63,7 @@ pub(super) struct Taken {
 
 impl BlockPool {
     pub(super) fn new(num_blocks: u32) -> Self {
-        let meta = BlockMeta {
-            ref_count: 0,
-            pins: 0,
-            key: None,
-            place: Place::Owned,
-            prev: NIL,
-            next: NIL,
-        };
+        let meta = BlockMeta { ref_count: 0, pins: 0, key: None, place: Place::Owned, prev: NIL, next: NIL };
         let mut pool = Self {
             blocks: vec![meta; num_blocks as usize],
             free: List::EMPTY,
@@ -114,21 +103,14 @@ impl BlockPool {
 
     /// A block for one new owner: a free one, else the least recently used cached one.
     pub(super) fn take(&mut self) -> Option<Taken> {
-        let head = if self.free.len > 0 {
-            self.free.head
-        } else {
-            self.cached.head
-        };
+        let head = if self.free.len > 0 { self.free.head } else { self.cached.head };
         if head == NIL {
             return None;
         }
         let block = BlockId(head);
         self.unlink(block);
         let meta = self.meta_mut(block);
-        assert!(
-            meta.ref_count == 0 && meta.pins == 0,
-            "block {head} was handed out while it is in use: {meta:?}"
-        );
+        assert!(meta.ref_count == 0 && meta.pins == 0, "block {head} was handed out while it is in use: {meta:?}");
         meta.ref_count = 1;
         let evicted = meta.key.take();
         Some(Taken { block, evicted })
@@ -140,11 +122,7 @@ impl BlockPool {
         if self.skips_share_count && meta.place != Place::Cached {
             return;
         }
-        assert!(
-            meta.place != Place::Free,
-            "block {} was shared while it is free",
-            block.0
-        );
+        assert!(meta.place != Place::Free, "block {} was shared while it is free", block.0);
         if meta.place == Place::Cached {
             self.unlink(block);
         }
@@ -157,11 +135,7 @@ impl BlockPool {
             return;
         }
         let meta = self.meta_mut(block);
-        assert!(
-            meta.ref_count > 0,
-            "block {} was released by nobody's owner: {meta:?}",
-            block.0
-        );
+        assert!(meta.ref_count > 0, "block {} was released by nobody's owner: {meta:?}", block.0);
         meta.ref_count -= 1;
         self.park_if_unused(block);
     }
@@ -169,11 +143,7 @@ impl BlockPool {
     /// Keeps an owned block's bytes until [`Self::unpin`], whoever releases it meanwhile.
     pub(super) fn pin(&mut self, block: BlockId) {
         let meta = self.meta_mut(block);
-        assert!(
-            meta.place == Place::Owned,
-            "block {} was pinned while nobody owns it",
-            block.0
-        );
+        assert!(meta.place == Place::Owned, "block {} was pinned while nobody owns it", block.0);
         meta.pins += 1;
     }
 
@@ -188,11 +158,7 @@ impl BlockPool {
     /// Names an owned block.
     pub(super) fn set_key(&mut self, block: BlockId, key: BlockKey) {
         let meta = self.meta_mut(block);
-        assert!(
-            meta.place == Place::Owned && meta.key.is_none(),
-            "block {} cannot be named: {meta:?}",
-            block.0
-        );
+        assert!(meta.place == Place::Owned && meta.key.is_none(), "block {} cannot be named: {meta:?}", block.0);
         meta.key = Some(key);
     }
 
@@ -302,17 +268,12 @@ impl BlockPool {
                 (prev, at, len) = (at, meta.next, len + 1);
             }
             if list.tail != prev || list.len != len {
-                return Err(format!(
-                    "the {name} list ends at {prev} after {len} blocks, but says {list:?}"
-                ));
+                return Err(format!("the {name} list ends at {prev} after {len} blocks, but says {list:?}"));
             }
         }
         for (block, meta) in self.blocks.iter().enumerate() {
             if (meta.place != Place::Owned) != seen[block] {
-                return Err(format!(
-                    "block {block} says {:?}, but the lists say otherwise",
-                    meta.place
-                ));
+                return Err(format!("block {block} says {:?}, but the lists say otherwise", meta.place));
             }
             if meta.place == Place::Owned && meta.ref_count == 0 && meta.pins == 0 {
                 return Err(format!("block {block} leaked: nobody owns it and it is in no list"));

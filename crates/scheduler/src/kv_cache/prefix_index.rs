@@ -33,10 +33,7 @@ impl BlockHashChain {
             hasher.update(b"salt");
             hasher.update(salt);
         }
-        Self {
-            root: truncate(&hasher),
-            hashes: Vec::new(),
-        }
+        Self { root: truncate(&hasher), hashes: Vec::new() }
     }
 
     /// The hashes of the first `num_blocks` blocks of `tokens`; hashes only those not known yet.
@@ -74,9 +71,7 @@ pub(super) struct PrefixIndex {
 impl PrefixIndex {
     /// Room for every block of the pool, so that it never grows.
     pub(super) fn with_capacity(num_blocks: usize) -> Self {
-        Self {
-            blocks: HashMap::with_capacity(num_blocks),
-        }
+        Self { blocks: HashMap::with_capacity(num_blocks) }
     }
 
     pub(super) fn find(&self, key: BlockKey) -> Option<BlockId> {

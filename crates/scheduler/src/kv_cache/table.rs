@@ -53,9 +53,7 @@ impl CacheGroup {
         match self {
             CacheGroup::Full => all,
             CacheGroup::SlidingWindow { window } => {
-                let touched = window
-                    .saturating_sub(1)
-                    .saturating_add(chunk.clamp(1, num_tokens.max(1)));
+                let touched = window.saturating_sub(1).saturating_add(chunk.clamp(1, num_tokens.max(1)));
                 all.min((touched - 1).div_ceil(block_size) + 1)
             }
         }

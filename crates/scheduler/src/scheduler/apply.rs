@@ -17,10 +17,7 @@ impl DynamicBatchScheduler {
         let mut events = Vec::with_capacity(output.sampled.len());
         let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step == output.step) else {
             let oldest = self.in_flight.front().map(|flight| flight.step);
-            panic!(
-                "output of step {} arrived; the oldest step in flight is {oldest:?}",
-                output.step
-            );
+            panic!("output of step {} arrived; the oldest step in flight is {oldest:?}", output.step);
         };
         kv_cache.release_copies(&flight.copies);
         let mut sampled = output.sampled.into_iter();
@@ -38,11 +35,7 @@ impl DynamicBatchScheduler {
             }
             self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
         }
-        assert!(
-            sampled.next().is_none(),
-            "step {} sampled more than it was asked for",
-            flight.step
-        );
+        assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", flight.step);
         events
     }
 
@@ -125,15 +118,8 @@ impl DynamicBatchScheduler {
         let sequence = self.sequence(id);
         let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
         for choice in 0..=sequence.num_unforked {
-            let id = SequenceId {
-                request: id.request,
-                choice,
-            };
-            events.push(Event::Finished {
-                id,
-                reason: FinishReason::Length,
-                num_cached_tokens,
-            });
+            let id = SequenceId { request: id.request, choice };
+            events.push(Event::Finished { id, reason: FinishReason::Length, num_cached_tokens });
         }
         self.abort(id.request, kv_cache);
     }
@@ -197,10 +183,7 @@ impl DynamicBatchScheduler {
 /// The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
 fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
     let SequenceId { request, choice } = entry.id;
-    let in_order = tokens
-        .iter()
-        .zip(choice..)
-        .all(|(token, choice)| token.id == SequenceId { request, choice });
+    let in_order = tokens.iter().zip(choice..).all(|(token, choice)| token.id == SequenceId { request, choice });
     assert!(
         tokens.len() == entry.num_sampled && in_order,
         "step {step} asked for {} samples from {:?} on and got {tokens:?}",
@@ -212,18 +195,10 @@ fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
 /// The token, if there is one, and the end, if it is one.
 fn report_token(sequence: &Sequence, sampled: SampledToken, reason: Option<&FinishReason>, events: &mut Vec<Event>) {
     if let Ok(token) = sampled.token {
-        events.push(Event::Token {
-            id: sampled.id,
-            token,
-            logprobs: sampled.logprobs,
-        });
+        events.push(Event::Token { id: sampled.id, token, logprobs: sampled.logprobs });
     }
     if let Some(reason) = reason {
         let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
-        events.push(Event::Finished {
-            id: sampled.id,
-            reason: reason.clone(),
-            num_cached_tokens,
-        });
+        events.push(Event::Finished { id: sampled.id, reason: reason.clone(), num_cached_tokens });
     }
 }

@@ -19,16 +19,9 @@ struct TokenBudget {
 impl DynamicBatchScheduler {
     pub(super) fn fill_continuous(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
         let SchedulerConfig { max_batch_tokens, .. } = self.config;
-        let num_decodes = self
-            .running
-            .iter()
-            .filter(|rank| self.sequence(rank.id).is_decode())
-            .count();
+        let num_decodes = self.running.iter().filter(|rank| self.sequence(rank.id).is_decode()).count();
         let decode = num_decodes.min(max_batch_tokens);
-        let mut budget = TokenBudget {
-            decode,
-            prefill: max_batch_tokens - decode,
-        };
+        let mut budget = TokenBudget { decode, prefill: max_batch_tokens - decode };
         let blocks_were_short = self.fill_running(step, kv_cache, &mut budget);
         if !blocks_were_short {
             self.admit_waiting(step, kv_cache, &mut budget);
@@ -44,11 +37,7 @@ impl DynamicBatchScheduler {
             at += 1;
             let sequence = self.sequence(rank.id);
             let is_decode = sequence.is_decode();
-            let limit = if is_decode {
-                budget.decode
-            } else {
-                budget.prefill.min(self.config.prefill_chunk_size)
-            };
+            let limit = if is_decode { budget.decode } else { budget.prefill.min(self.config.prefill_chunk_size) };
             let num_tokens = sequence.num_remaining().min(limit);
             if num_tokens == 0 {
                 continue;
@@ -58,11 +47,7 @@ impl DynamicBatchScheduler {
             blocks_were_short |= !found || self.counters.preemptions > preemptions;
             if found {
                 step.push(self.sequence_mut(rank.id), num_tokens, 0, kv_cache);
-                let spent = if is_decode {
-                    &mut budget.decode
-                } else {
-                    &mut budget.prefill
-                };
+                let spent = if is_decode { &mut budget.decode } else { &mut budget.prefill };
                 *spent -= num_tokens;
             }
         }
@@ -81,10 +66,7 @@ impl DynamicBatchScheduler {
     ) -> bool {
         let sequence = self.sequence(id);
         let (start, in_flight) = (sequence.num_computed, sequence.num_in_flight > 0);
-        while kv_cache
-            .extend(id, start, start + num_tokens, &mut step.copies)
-            .is_err()
-        {
+        while kv_cache.extend(id, start, start + num_tokens, &mut step.copies).is_err() {
             // A step in flight may be about to give blocks back: wait for it rather than take others'.
             if in_flight || !self.preempt_last(first_victim, kv_cache) {
                 return false;
@@ -95,9 +77,8 @@ impl DynamicBatchScheduler {
 
     /// Preempts the last running sequence at or behind `first_victim` that no step in flight holds.
     fn preempt_last(&mut self, first_victim: usize, kv_cache: &mut PagedKvCache) -> bool {
-        let at = (first_victim..self.running.len())
-            .rev()
-            .find(|&at| self.sequence(self.running[at].id).num_in_flight == 0);
+        let at =
+            (first_victim..self.running.len()).rev().find(|&at| self.sequence(self.running[at].id).num_in_flight == 0);
         let Some(at) = at else { return false };
         let rank = self.running.remove(at);
         kv_cache.free_sequence(rank.id);
@@ -112,11 +93,7 @@ impl DynamicBatchScheduler {
         if self.waiting.is_empty() {
             return;
         }
-        let mut promised: usize = self
-            .running
-            .iter()
-            .map(|rank| self.blocks_still_wanted(rank.id, kv_cache))
-            .sum();
+        let mut promised: usize = self.running.iter().map(|rank| self.blocks_still_wanted(rank.id, kv_cache)).sum();
         while self.running.len() < self.config.max_batch_size && budget.prefill > 0 {
             let Some(rank) = self.waiting.first() else { break };
             let hit = self.look_up_prefix(rank.id, kv_cache);
@@ -160,11 +137,7 @@ impl DynamicBatchScheduler {
         }
         let peak = kv_cache.blocks_to_reach(hit.num_tokens, self.sequence(id).tokens.len());
         let wanted = peak.saturating_sub(hit.num_blocks) + hit.num_unowned;
-        let watermark = if kv_cache.config().layout == KvLayout::Paged {
-            self.running.len()
-        } else {
-            0
-        };
+        let watermark = if kv_cache.config().layout == KvLayout::Paged { self.running.len() } else { 0 };
         wanted + promised + watermark <= kv_cache.num_available()
     }
 
@@ -179,14 +152,9 @@ impl DynamicBatchScheduler {
         budget: usize,
     ) -> Option<usize> {
         let start = hit.num_tokens;
-        let num_tokens = (self.sequence(id).tokens.len() - start)
-            .min(budget)
-            .min(self.config.prefill_chunk_size);
+        let num_tokens = (self.sequence(id).tokens.len() - start).min(budget).min(self.config.prefill_chunk_size);
         kv_cache.start_sequence(id, hit).ok()?;
-        if kv_cache
-            .extend(id, start, start + num_tokens, &mut step.copies)
-            .is_err()
-        {
+        if kv_cache.extend(id, start, start + num_tokens, &mut step.copies).is_err() {
             kv_cache.free_sequence(id);
             return None;
         }

@@ -42,10 +42,7 @@ pub(super) struct Sequence {
 impl Sequence {
     /// The first choice of a new request.
     pub(super) fn first_choice(mut spec: RequestSpec, ageing_us: u64) -> Self {
-        let id = SequenceId {
-            request: spec.id,
-            choice: 0,
-        };
+        let id = SequenceId { request: spec.id, choice: 0 };
         let tokens = std::mem::take(&mut spec.prompt);
         Self {
             id,
@@ -133,11 +130,7 @@ impl Sequence {
 
     /// Forgets what was computed; the tokens stay.
     pub(super) fn reset_computed(&mut self) {
-        assert!(
-            self.num_in_flight == 0,
-            "{:?} was preempted with a step in flight",
-            self.id
-        );
+        assert!(self.num_in_flight == 0, "{:?} was preempted with a step in flight", self.id);
         self.num_computed = 0;
         self.num_applied = 0;
     }

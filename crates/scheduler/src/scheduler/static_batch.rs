@@ -47,10 +47,7 @@ impl DynamicBatchScheduler {
     }
 
     fn num_waiting_choices(&self) -> usize {
-        self.waiting
-            .iter()
-            .map(|rank| self.sequence(rank.id).num_unforked as usize + 1)
-            .sum()
+        self.waiting.iter().map(|rank| self.sequence(rank.id).num_unforked as usize + 1).sum()
     }
 
     /// Starts the first of the queue and those nearest to it in length, as many as fit.
@@ -68,11 +65,7 @@ impl DynamicBatchScheduler {
             if needed > blocks_left {
                 continue;
             }
-            let choices = if kv_cache.can_fork() {
-                sequence.num_unforked as usize + 1
-            } else {
-                1
-            };
+            let choices = if kv_cache.can_fork() { sequence.num_unforked as usize + 1 } else { 1 };
             let granted = choices.min(slots_left).min(blocks_left / needed);
             slots_left -= granted;
             blocks_left -= granted * needed;
@@ -88,11 +81,8 @@ impl DynamicBatchScheduler {
         let Some(first) = self.waiting.first() else {
             return Vec::new();
         };
-        let mut by_len: Vec<(usize, Rank)> = self
-            .waiting
-            .iter()
-            .map(|rank| (self.sequence(rank.id).tokens.len(), rank))
-            .collect();
+        let mut by_len: Vec<(usize, Rank)> =
+            self.waiting.iter().map(|rank| (self.sequence(rank.id).tokens.len(), rank)).collect();
         by_len.sort_unstable();
         let size = self.config.max_batch_size.min(by_len.len());
         let first_at = by_len.iter().position(|(_, rank)| *rank == first).unwrap_or(0);
@@ -122,21 +112,11 @@ impl DynamicBatchScheduler {
     /// One step of all members: the next columns of their prompts, aligned on the right, or one token
     /// each. Slots of members that have ended, or whose prompt starts later, are padding.
     fn fill_static_step(&mut self, batch: StaticBatch, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
-        let SchedulerConfig {
-            max_batch_tokens,
-            prefill_chunk_size,
-            ..
-        } = self.config;
-        let members: Vec<(SequenceId, usize)> = self
-            .running
-            .iter()
-            .map(|rank| (rank.id, self.sequence(rank.id).num_remaining()))
-            .collect();
+        let SchedulerConfig { max_batch_tokens, prefill_chunk_size, .. } = self.config;
+        let members: Vec<(SequenceId, usize)> =
+            self.running.iter().map(|rank| (rank.id, self.sequence(rank.id).num_remaining())).collect();
         let columns_left = members.iter().map(|(_, remaining)| *remaining).max().unwrap_or(0);
-        let width = columns_left
-            .min(max_batch_tokens / batch.num_slots)
-            .min(prefill_chunk_size)
-            .max(1);
+        let width = columns_left.min(max_batch_tokens / batch.num_slots).min(prefill_chunk_size).max(1);
         let columns_after = columns_left.saturating_sub(width);
         let mut padding_left = batch.num_slots * width;
         for (id, remaining) in members {

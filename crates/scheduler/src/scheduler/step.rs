@@ -69,11 +69,7 @@ impl StepBuilder {
     }
 
     pub(super) fn num_padding(&self) -> usize {
-        self.decodes
-            .iter()
-            .chain(&self.chunks)
-            .map(|sequence| sequence.num_padding)
-            .sum()
+        self.decodes.iter().chain(&self.chunks).map(|sequence| sequence.num_padding).sum()
     }
 
     /// Counts padding slots that belong to no scheduled sequence with the plan's first one.
@@ -96,18 +92,7 @@ impl StepBuilder {
             prompt_logprobs: sequence.prompt_logprobs,
         };
         let entries = sequences.iter().enumerate().map(entry).collect();
-        let in_flight = InFlightStep {
-            step,
-            copies: self.copies.clone(),
-            entries,
-        };
-        (
-            StepPlan {
-                step,
-                block_copies: self.copies,
-                sequences,
-            },
-            in_flight,
-        )
+        let in_flight = InFlightStep { step, copies: self.copies.clone(), entries };
+        (StepPlan { step, block_copies: self.copies, sequences }, in_flight)
     }
 }

@@ -24,11 +24,7 @@ pub(super) struct Rank {
 impl Rank {
     pub(super) fn of(spec: &RequestSpec, id: SequenceId, ageing_us: u64) -> Self {
         let virtual_arrival = i128::from(spec.arrival.0) - i128::from(spec.priority) * i128::from(ageing_us);
-        Self {
-            virtual_arrival,
-            arrival: spec.arrival,
-            id,
-        }
+        Self { virtual_arrival, arrival: spec.arrival, id }
     }
 }
 

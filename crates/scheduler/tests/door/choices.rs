@@ -7,10 +7,7 @@ use crate::support::*;
 #[test]
 fn choices_share_the_prompt_and_part_on_write() {
     let mut house = House::small(60);
-    let spec = RequestSpec {
-        n: 3,
-        ..request(1, prompt(1, 10), 6)
-    };
+    let spec = RequestSpec { n: 3, ..request(1, prompt(1, 10), 6) };
     house.submit(spec.clone()).unwrap();
     let plan = house.schedule().unwrap();
     assert_eq!(plan.sequences.len(), 1, "the prompt is computed once");
@@ -32,17 +29,8 @@ fn choices_share_the_prompt_and_part_on_write() {
 #[test]
 fn every_cache_group_copies() {
     let groups = vec![CacheGroup::Full, CacheGroup::SlidingWindow { window: 5 }];
-    let mut house = House::new(
-        scheduler_config(),
-        KvCacheConfig {
-            groups,
-            ..cache_config(60, 4)
-        },
-    );
-    let spec = RequestSpec {
-        n: 2,
-        ..request(1, prompt(1, 10), 9)
-    };
+    let mut house = House::new(scheduler_config(), KvCacheConfig { groups, ..cache_config(60, 4) });
+    let spec = RequestSpec { n: 2, ..request(1, prompt(1, 10), 9) };
     house.submit(spec.clone()).unwrap();
     house.step();
     assert_eq!(house.schedule().unwrap().block_copies.len(), 2);
@@ -55,10 +43,7 @@ fn every_cache_group_copies() {
 #[test]
 fn a_prompt_that_ends_with_its_block_needs_no_copy() {
     let mut house = House::small(60);
-    let spec = RequestSpec {
-        n: 4,
-        ..request(1, prompt(1, 8), 6)
-    };
+    let spec = RequestSpec { n: 4, ..request(1, prompt(1, 8), 6) };
     house.submit(spec.clone()).unwrap();
     house.run(20);
     house.assert_solo(&spec);
@@ -67,16 +52,10 @@ fn a_prompt_that_ends_with_its_block_needs_no_copy() {
 
 #[test]
 fn choices_that_find_no_room_wait_and_recompute() {
-    let config = SchedulerConfig {
-        max_batch_size: 4,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { max_batch_size: 4, ..scheduler_config() };
     let mut house = House::new(config, cache_config(60, 4));
     let running = request(1, prompt(1, 5), 20);
-    let spec = RequestSpec {
-        n: 4,
-        ..request(2, prompt(2, 10), 6)
-    };
+    let spec = RequestSpec { n: 4, ..request(2, prompt(2, 10), 6) };
     house.submit(running.clone()).unwrap();
     house.submit(spec.clone()).unwrap();
     house.step();
@@ -93,10 +72,7 @@ fn choices_that_find_no_room_wait_and_recompute() {
 #[test]
 fn many_choices_in_a_tiny_pool_all_finish() {
     let mut house = House::small(9);
-    let spec = RequestSpec {
-        n: 8,
-        ..request(1, prompt(1, 10), 20)
-    };
+    let spec = RequestSpec { n: 8, ..request(1, prompt(1, 10), 20) };
     house.submit(spec.clone()).unwrap();
     house.run(500);
     house.assert_solo(&spec);
@@ -107,10 +83,7 @@ fn many_choices_in_a_tiny_pool_all_finish() {
 #[test]
 fn choices_that_end_with_their_first_token() {
     let mut house = House::small(60);
-    let spec = RequestSpec {
-        n: 3,
-        ..request(1, prompt(1, 10), 1)
-    };
+    let spec = RequestSpec { n: 3, ..request(1, prompt(1, 10), 1) };
     house.submit(spec.clone()).unwrap();
     house.run(3);
     house.assert_solo(&spec);
@@ -119,20 +92,10 @@ fn choices_that_end_with_their_first_token() {
     for (id, stopping) in [(2, 0), (3, 1)] {
         let base = request(id, prompt(id as u32, 10), 5);
         let token = solo(&[CacheGroup::Full], &base.prompt, 1, stopping)[0];
-        house
-            .submit(RequestSpec {
-                n: 3,
-                stop_token_ids: vec![token],
-                ..base
-            })
-            .unwrap();
+        house.submit(RequestSpec { n: 3, stop_token_ids: vec![token], ..base }).unwrap();
         house.run(20);
         for c in 0..3 {
-            let expected = if c == stopping {
-                FinishReason::Stop(token)
-            } else {
-                FinishReason::Length
-            };
+            let expected = if c == stopping { FinishReason::Stop(token) } else { FinishReason::Length };
             assert_eq!(house.finished[&choice(id, c)].0, expected);
         }
         house.assert_idle();
@@ -142,10 +105,7 @@ fn choices_that_end_with_their_first_token() {
 #[test]
 fn one_choice_may_end_alone() {
     let mut house = House::small(60);
-    let spec = RequestSpec {
-        n: 3,
-        ..request(1, prompt(1, 10), 8)
-    };
+    let spec = RequestSpec { n: 3, ..request(1, prompt(1, 10), 8) };
     house.submit(spec.clone()).unwrap();
     house.step();
     house.step();
@@ -153,15 +113,9 @@ fn one_choice_may_end_alone() {
     house.kv.check_integrity().unwrap();
     house.run(20);
     assert_eq!(house.tokens[&choice(1, 1)].len(), 2);
-    assert!(
-        !house.finished.contains_key(&choice(1, 1)),
-        "no event for what the caller ended"
-    );
+    assert!(!house.finished.contains_key(&choice(1, 1)), "no event for what the caller ended");
     for c in [0, 2] {
-        assert_eq!(
-            house.tokens[&choice(1, c)],
-            solo(&[CacheGroup::Full], &spec.prompt, 8, c)
-        );
+        assert_eq!(house.tokens[&choice(1, c)], solo(&[CacheGroup::Full], &spec.prompt, 8, c));
     }
     house.assert_idle();
 }

@@ -6,17 +6,8 @@ use crate::support::*;
 
 #[test]
 fn d40_abort_between_any_two_chunks_leaks_nothing() {
-    let config = SchedulerConfig {
-        max_seq_len: 2048,
-        ..scheduler_config()
-    };
-    let mut house = House::new(
-        config,
-        KvCacheConfig {
-            max_seq_len: 2048,
-            ..cache_config(600, 4)
-        },
-    );
+    let config = SchedulerConfig { max_seq_len: 2048, ..scheduler_config() };
+    let mut house = House::new(config, KvCacheConfig { max_seq_len: 2048, ..cache_config(600, 4) });
     for k in 0..34 {
         house.submit(request(k, prompt(k as u32, 2_000), 4)).unwrap();
         for _ in 0..k {
@@ -40,10 +31,7 @@ fn d40_abort_between_any_two_chunks_leaks_nothing() {
 
 #[test]
 fn abort_of_a_waiting_an_unknown_and_an_ended_request() {
-    let config = SchedulerConfig {
-        max_batch_size: 1,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { max_batch_size: 1, ..scheduler_config() };
     let mut house = House::new(config, cache_config(60, 4));
     for id in 1..=2 {
         house.submit(request(id, prompt(id as u32, 5), 3)).unwrap();
@@ -62,21 +50,12 @@ fn abort_of_a_waiting_an_unknown_and_an_ended_request() {
 fn tokens_of_an_aborted_request_in_flight_are_ignored() {
     let mut house = House::small(60);
     let other = request(2, prompt(2, 10), 5);
-    house
-        .submit(RequestSpec {
-            n: 3,
-            ..request(1, prompt(1, 10), 5)
-        })
-        .unwrap();
+    house.submit(RequestSpec { n: 3, ..request(1, prompt(1, 10), 5) }).unwrap();
     house.submit(other.clone()).unwrap();
     house.schedule();
     house.scheduler.abort(RequestId(1), &mut house.kv);
     let events = house.apply();
-    assert!(
-        events
-            .iter()
-            .all(|event| matches!(event, Event::Token { id, .. } if *id == first(2)))
-    );
+    assert!(events.iter().all(|event| matches!(event, Event::Token { id, .. } if *id == first(2))));
     house.run(20);
     house.assert_solo(&other);
     house.assert_idle();
@@ -85,12 +64,7 @@ fn tokens_of_an_aborted_request_in_flight_are_ignored() {
 #[test]
 fn finishing_before_the_first_token_ends_all_choices() {
     let mut house = House::small(60);
-    house
-        .submit(RequestSpec {
-            n: 3,
-            ..request(1, prompt(1, 10), 5)
-        })
-        .unwrap();
+    house.submit(RequestSpec { n: 3, ..request(1, prompt(1, 10), 5) }).unwrap();
     house.scheduler.finish_sequence(first(1), &mut house.kv);
     house.assert_idle();
 }
@@ -105,20 +79,11 @@ fn stop_tokens_end_a_sequence_but_not_before_min_tokens() {
         (3, 6, FinishReason::Length, 20),
     ] {
         let mut house = House::small(60);
-        let spec = RequestSpec {
-            id: RequestId(id),
-            min_tokens,
-            stop_token_ids: vec![alone[4]],
-            ..base.clone()
-        };
+        let spec = RequestSpec { id: RequestId(id), min_tokens, stop_token_ids: vec![alone[4]], ..base.clone() };
         house.submit(spec).unwrap();
         house.run(30);
         assert_eq!(house.finished[&first(id)].0, reason);
-        assert_eq!(
-            house.tokens[&first(id)],
-            alone[..len],
-            "the stop token is part of the sequence"
-        );
+        assert_eq!(house.tokens[&first(id)], alone[..len], "the stop token is part of the sequence");
         house.assert_idle();
     }
 }
@@ -126,13 +91,7 @@ fn stop_tokens_end_a_sequence_but_not_before_min_tokens() {
 #[test]
 fn d18_no_tokens_wanted() {
     let mut house = House::small(60);
-    house
-        .submit(RequestSpec {
-            prompt_logprobs: true,
-            n: 2,
-            ..request(1, prompt(1, 70), 0)
-        })
-        .unwrap();
+    house.submit(RequestSpec { prompt_logprobs: true, n: 2, ..request(1, prompt(1, 70), 0) }).unwrap();
     house.run(5);
     assert_eq!(house.steps, 2);
     assert!(house.tokens.is_empty());
@@ -144,10 +103,7 @@ fn d18_no_tokens_wanted() {
 
 #[test]
 fn a_full_context_ends_with_length() {
-    let config = SchedulerConfig {
-        max_seq_len: 12,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { max_seq_len: 12, ..scheduler_config() };
     let mut house = House::new(config, cache_config(60, 4));
     let spec = request(1, prompt(1, 8), 4);
     house.submit(spec.clone()).unwrap();
@@ -159,12 +115,7 @@ fn a_full_context_ends_with_length() {
 fn a_failure_ends_its_sequence_alone() {
     let mut house = House::small(60);
     let other = request(2, prompt(2, 10), 5);
-    house
-        .submit(RequestSpec {
-            n: 2,
-            ..request(1, prompt(1, 10), 5)
-        })
-        .unwrap();
+    house.submit(RequestSpec { n: 2, ..request(1, prompt(1, 10), 5) }).unwrap();
     house.submit(other.clone()).unwrap();
     house.step();
     let plan = house.schedule().unwrap();
@@ -172,10 +123,7 @@ fn a_failure_ends_its_sequence_alone() {
     let mut output = house.memory.run(&plan);
     output.sampled[1].token = Err("NaN logits".into());
     house.apply_output(output);
-    assert_eq!(
-        house.finished[&choice(1, 1)].0,
-        FinishReason::Failed("NaN logits".into())
-    );
+    assert_eq!(house.finished[&choice(1, 1)].0, FinishReason::Failed("NaN logits".into()));
     house.run(20);
     assert_eq!(house.finished[&choice(1, 0)].0, FinishReason::Length);
     house.assert_solo(&other);
@@ -188,10 +136,7 @@ fn output_of_another_step_is_loud() {
     let mut house = House::small(60);
     house.submit(request(1, prompt(1, 10), 5)).unwrap();
     house.schedule();
-    house.apply_output(StepOutput {
-        step: 7,
-        ..StepOutput::default()
-    });
+    house.apply_output(StepOutput { step: 7, ..StepOutput::default() });
 }
 
 #[test]
@@ -208,17 +153,9 @@ fn a_token_for_somebody_else_is_loud() {
 #[test]
 fn counters_count() {
     let mut house = House::small(60);
-    house
-        .submit(RequestSpec {
-            n: 2,
-            ..request(1, prompt(1, 10), 5)
-        })
-        .unwrap();
+    house.submit(RequestSpec { n: 2, ..request(1, prompt(1, 10), 5) }).unwrap();
     house.run(20);
     let stats = house.scheduler.stats();
-    assert_eq!(
-        (stats.prompt_tokens, stats.generated_tokens, stats.padding_tokens),
-        (10, 10, 0)
-    );
+    assert_eq!((stats.prompt_tokens, stats.generated_tokens, stats.padding_tokens), (10, 10, 0));
     assert_eq!(stats.peak_running, 2);
 }

@@ -5,18 +5,8 @@ use pagemill_scheduler::*;
 use crate::support::*;
 
 fn windowed(groups: Vec<CacheGroup>, num_blocks: usize, chunk: usize) -> House {
-    let config = SchedulerConfig {
-        prefill_chunk_size: chunk,
-        ..scheduler_config()
-    };
-    House::new(
-        config,
-        KvCacheConfig {
-            groups,
-            prefill_chunk_size: chunk,
-            ..cache_config(num_blocks, 4)
-        },
-    )
+    let config = SchedulerConfig { prefill_chunk_size: chunk, ..scheduler_config() };
+    House::new(config, KvCacheConfig { groups, prefill_chunk_size: chunk, ..cache_config(num_blocks, 4) })
 }
 
 #[test]
@@ -40,25 +30,15 @@ fn blocks_behind_the_window_go_back_and_the_bound_holds() {
         let mut house = windowed(groups, 200, chunk);
         let spec = request(1, prompt(1, 150), 50);
         let bound = house.kv.blocks_needed(200);
-        assert_eq!(
-            bound,
-            50 + ((window + chunk - 2).div_ceil(4) + 1).min(50),
-            "the stated formula"
-        );
+        assert_eq!(bound, 50 + ((window + chunk - 2).div_ceil(4) + 1).min(50), "the stated formula");
         house.submit(spec.clone()).unwrap();
         let mut most = 0;
         while let Some(plan) = house.schedule() {
             let held = house.kv.stats().num_owned;
-            assert!(
-                held <= bound,
-                "window {window}, chunk {chunk}: {held} blocks held, {bound} stated"
-            );
+            assert!(held <= bound, "window {window}, chunk {chunk}: {held} blocks held, {bound} stated");
             let reached = plan.sequences[0].start + plan.sequences[0].token_ids.len();
             let expected_none = (plan.sequences[0].start + 1).saturating_sub(window) / 4;
-            let none = plan.sequences[0].block_tables[1]
-                .iter()
-                .filter(|&&block| block == BlockId::NONE)
-                .count();
+            let none = plan.sequences[0].block_tables[1].iter().filter(|&&block| block == BlockId::NONE).count();
             assert_eq!(none, expected_none);
             most = most.max(plan.sequences[0].block_tables[1].len() - none);
             assert_eq!(plan.sequences[0].block_tables[1].len(), reached.div_ceil(4));
@@ -84,15 +64,8 @@ fn a_window_lets_long_sequences_into_a_small_pool() {
 
 #[test]
 fn contiguous_reserves_whole_sequences() {
-    let cache = KvCacheConfig {
-        layout: KvLayout::Contiguous,
-        max_seq_len: 64,
-        ..cache_config(50, 4)
-    };
-    let config = SchedulerConfig {
-        max_seq_len: 64,
-        ..scheduler_config()
-    };
+    let cache = KvCacheConfig { layout: KvLayout::Contiguous, max_seq_len: 64, ..cache_config(50, 4) };
+    let config = SchedulerConfig { max_seq_len: 64, ..scheduler_config() };
     let mut house = House::new(config, cache);
     assert_eq!(house.kv.blocks_needed(1), 16);
     let specs: Vec<_> = (1..=5).map(|id| request(id, prompt(1, 6), 8)).collect();
@@ -102,11 +75,7 @@ fn contiguous_reserves_whole_sequences() {
     let plan = house.schedule().unwrap();
     assert_eq!(plan.sequences.len(), 3, "50 blocks hold three reservations of 16");
     assert_eq!(house.kv.stats().num_owned, 48);
-    assert_eq!(
-        plan.sequences[0].block_tables[0].len(),
-        2,
-        "the plan carries what the step reads"
-    );
+    assert_eq!(plan.sequences[0].block_tables[0].len(), 2, "the plan carries what the step reads");
     house.apply();
     house.run(60);
     for spec in &specs {
@@ -120,47 +89,21 @@ fn contiguous_reserves_whole_sequences() {
 
 #[test]
 fn contiguous_refuses_when_no_reservation_fits() {
-    let cache = KvCacheConfig {
-        layout: KvLayout::Contiguous,
-        ..cache_config(50, 4)
-    };
+    let cache = KvCacheConfig { layout: KvLayout::Contiguous, ..cache_config(50, 4) };
     let mut house = House::new(scheduler_config(), cache);
     let refusal = house.submit(request(1, prompt(1, 6), 8)).unwrap_err();
-    assert_eq!(
-        refusal,
-        Refusal::NeverFits {
-            needed: 256,
-            available: 50,
-            block_size: 4
-        }
-    );
+    assert_eq!(refusal, Refusal::NeverFits { needed: 256, available: 50, block_size: 4 });
 }
 
 #[test]
 fn contiguous_keeps_what_lies_behind_a_window() {
     let groups = vec![CacheGroup::Full, CacheGroup::SlidingWindow { window: 5 }];
-    let cache = KvCacheConfig {
-        layout: KvLayout::Contiguous,
-        groups,
-        max_seq_len: 64,
-        ..cache_config(40, 4)
-    };
-    let mut house = House::new(
-        SchedulerConfig {
-            max_seq_len: 64,
-            ..scheduler_config()
-        },
-        cache,
-    );
+    let cache = KvCacheConfig { layout: KvLayout::Contiguous, groups, max_seq_len: 64, ..cache_config(40, 4) };
+    let mut house = House::new(SchedulerConfig { max_seq_len: 64, ..scheduler_config() }, cache);
     let spec = request(1, prompt(1, 30), 20);
     house.submit(spec.clone()).unwrap();
     while let Some(plan) = house.schedule() {
-        assert!(
-            plan.sequences[0]
-                .block_tables
-                .iter()
-                .all(|table| !table.contains(&BlockId::NONE))
-        );
+        assert!(plan.sequences[0].block_tables.iter().all(|table| !table.contains(&BlockId::NONE)));
         assert_eq!(house.kv.stats().num_owned, 32);
         house.apply();
     }

@@ -42,17 +42,8 @@ struct Model {
 
 impl Model {
     fn new(groups: Vec<CacheGroup>) -> Self {
-        let config = KvCacheConfig {
-            groups,
-            prefill_chunk_size: 8,
-            ..cache_config(40, 4)
-        };
-        Self {
-            slots: vec![None; 160],
-            kv: PagedKvCache::new(config),
-            sequences: BTreeMap::new(),
-            next_id: 0,
-        }
+        let config = KvCacheConfig { groups, prefill_chunk_size: 8, ..cache_config(40, 4) };
+        Self { slots: vec![None; 160], kv: PagedKvCache::new(config), sequences: BTreeMap::new(), next_id: 0 }
     }
 
     fn pick(&self, pick: usize) -> Option<SequenceId> {
@@ -112,19 +103,12 @@ impl Model {
             return;
         }
         if let Err(error) = self.kv.extend(id, start, end, &mut copies) {
-            assert_eq!(
-                (self.kv.num_available(), copies.len()),
-                (before, 0),
-                "all or nothing: {error}"
-            );
+            assert_eq!((self.kv.num_available(), copies.len()), (before, 0), "all or nothing: {error}");
             assert!(error.needed > before);
             return;
         }
         for copy in &copies {
-            self.slots.copy_within(
-                copy.src.0 as usize * 4..copy.src.0 as usize * 4 + 4,
-                copy.dst.0 as usize * 4,
-            );
+            self.slots.copy_within(copy.src.0 as usize * 4..copy.src.0 as usize * 4 + 4, copy.dst.0 as usize * 4);
         }
         for table in self.kv.block_tables(id, end) {
             for position in start..end {
@@ -196,17 +180,15 @@ fn load() -> impl Strategy<Value = Load> {
         prop::bool::weighted(0.8),
         prop::collection::vec(one, 1..14),
     )
-        .prop_map(
-            |(num_blocks, chunk, batch_tokens, window, depth, continuous, requests)| Load {
-                num_blocks,
-                chunk,
-                batch_tokens,
-                window,
-                depth,
-                continuous,
-                requests,
-            },
-        )
+        .prop_map(|(num_blocks, chunk, batch_tokens, window, depth, continuous, requests)| Load {
+            num_blocks,
+            chunk,
+            batch_tokens,
+            window,
+            depth,
+            continuous,
+            requests,
+        })
 }
 
 fn run_load(load: &Load) {
@@ -220,19 +202,11 @@ fn run_load(load: &Load) {
         continuous_batching: load.continuous,
         ..scheduler_config()
     };
-    let cache = KvCacheConfig {
-        groups,
-        prefill_chunk_size: load.chunk,
-        ..cache_config(load.num_blocks, 4)
-    };
+    let cache = KvCacheConfig { groups, prefill_chunk_size: load.chunk, ..cache_config(load.num_blocks, 4) };
     let mut house = House::new(config, cache);
     let mut waiting: Vec<RequestSpec> = Vec::new();
     for (id, &(seed, len, max_tokens, n, priority)) in (0u64..).zip(&load.requests) {
-        waiting.push(RequestSpec {
-            n,
-            priority,
-            ..request(id, prompt(seed, len), max_tokens)
-        });
+        waiting.push(RequestSpec { n, priority, ..request(id, prompt(seed, len), max_tokens) });
     }
     let specs = waiting.clone();
     waiting.reverse();

@@ -22,21 +22,12 @@ fn run_pipelined(house: &mut House, depth: usize, abort: &[(usize, u64)]) {
 
 #[test]
 fn chunks_of_one_prompt_may_be_in_flight_together_and_decodes_not() {
-    let config = SchedulerConfig {
-        prefill_chunk_size: 8,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { prefill_chunk_size: 8, ..scheduler_config() };
     let mut house = House::new(config, cache_config(60, 4));
     let spec = request(1, prompt(1, 20), 3);
     house.submit(spec.clone()).unwrap();
-    let starts: Vec<usize> = std::iter::from_fn(|| house.schedule())
-        .map(|plan| plan.sequences[0].start)
-        .collect();
-    assert_eq!(
-        starts,
-        [0, 8, 16],
-        "the next token is not known before the last chunk is applied"
-    );
+    let starts: Vec<usize> = std::iter::from_fn(|| house.schedule()).map(|plan| plan.sequences[0].start).collect();
+    assert_eq!(starts, [0, 8, 16], "the next token is not known before the last chunk is applied");
     for _ in 0..3 {
         house.apply();
     }
@@ -52,24 +43,13 @@ fn three_plans_in_flight_with_pressure_windows_choices_and_aborts() {
         vec![CacheGroup::SlidingWindow { window: 7 }],
         vec![CacheGroup::Full, CacheGroup::SlidingWindow { window: 9 }],
     ] {
-        let config = SchedulerConfig {
-            prefill_chunk_size: 8,
-            max_batch_tokens: 12,
-            ..scheduler_config()
-        };
-        let cache = KvCacheConfig {
-            groups,
-            prefill_chunk_size: 8,
-            ..cache_config(20, 4)
-        };
+        let config = SchedulerConfig { prefill_chunk_size: 8, max_batch_tokens: 12, ..scheduler_config() };
+        let cache = KvCacheConfig { groups, prefill_chunk_size: 8, ..cache_config(20, 4) };
         let mut house = House::new(config, cache);
         let specs: Vec<_> = (0..12u64)
             .map(|id| {
                 let tokens = [prompt(id as u32 % 2, 12), prompt(50 + id as u32, id as usize)].concat();
-                RequestSpec {
-                    n: 1 + id as u32 % 3,
-                    ..request(id, tokens, 10 + id as usize)
-                }
+                RequestSpec { n: 1 + id as u32 % 3, ..request(id, tokens, 10 + id as usize) }
             })
             .collect();
         for spec in &specs {

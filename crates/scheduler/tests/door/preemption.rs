@@ -41,22 +41,10 @@ fn d75_exhaustion_ends_nobody() {
 fn the_lowest_priority_and_youngest_is_preempted_and_the_first_never() {
     let mut house = House::small(30);
     let specs = [
-        RequestSpec {
-            priority: 0,
-            ..request(1, prompt(1, 8), 60)
-        },
-        RequestSpec {
-            priority: 1,
-            ..request(2, prompt(2, 8), 60)
-        },
-        RequestSpec {
-            priority: 0,
-            ..request(3, prompt(3, 8), 60)
-        },
-        RequestSpec {
-            priority: -1,
-            ..request(4, prompt(4, 8), 60)
-        },
+        RequestSpec { priority: 0, ..request(1, prompt(1, 8), 60) },
+        RequestSpec { priority: 1, ..request(2, prompt(2, 8), 60) },
+        RequestSpec { priority: 0, ..request(3, prompt(3, 8), 60) },
+        RequestSpec { priority: -1, ..request(4, prompt(4, 8), 60) },
     ];
     for spec in &specs {
         house.submit(spec.clone()).unwrap();
@@ -90,11 +78,7 @@ fn a_preempted_sequence_finds_its_blocks_again() {
     }
     assert!(house.scheduler.stats().preemptions > 0);
     assert!(house.kv.stats().prefix_hits > 0);
-    assert_eq!(
-        house.finished[&first(2)].1,
-        0,
-        "cached tokens are those of the first prefill"
-    );
+    assert_eq!(house.finished[&first(2)].1, 0, "cached tokens are those of the first prefill");
 }
 
 #[test]
@@ -111,23 +95,10 @@ fn a_lone_request_may_fill_the_pool() {
 fn prompt_logprobs_are_not_repeated_after_a_preemption() {
     // Chunks of 1: preempted in the middle of its prompt. Chunks of 7: after it.
     for chunk in [1, 7] {
-        let config = SchedulerConfig {
-            max_batch_tokens: 8,
-            prefill_chunk_size: chunk,
-            ..scheduler_config()
-        };
-        let mut house = House::new(
-            config,
-            KvCacheConfig {
-                prefix_cache: false,
-                ..cache_config(14, 4)
-            },
-        );
+        let config = SchedulerConfig { max_batch_tokens: 8, prefill_chunk_size: chunk, ..scheduler_config() };
+        let mut house = House::new(config, KvCacheConfig { prefix_cache: false, ..cache_config(14, 4) });
         let first_spec = request(1, prompt(1, 4), 44);
-        let asking = RequestSpec {
-            prompt_logprobs: true,
-            ..request(2, prompt(2, 30), 12)
-        };
+        let asking = RequestSpec { prompt_logprobs: true, ..request(2, prompt(2, 30), 12) };
         house.submit(first_spec.clone()).unwrap();
         house.submit(asking.clone()).unwrap();
         house.run(500);

@@ -32,11 +32,7 @@ fn d43_a_prefix_of_exactly_one_block_beside_cold_requests() {
     for round in 1..10u64 {
         let specs: Vec<_> = (0..3)
             .map(|i| {
-                let head = if i == 1 {
-                    shared.clone()
-                } else {
-                    prompt(100 + round as u32 * 8 + i, 4)
-                };
+                let head = if i == 1 { shared.clone() } else { prompt(100 + round as u32 * 8 + i, 4) };
                 let tail = prompt(1_000 + round as u32 * 8 + i, 5);
                 request(round * 10 + u64::from(i), [head, tail].concat(), 6)
             })
@@ -55,10 +51,7 @@ fn d43_a_prefix_of_exactly_one_block_beside_cold_requests() {
 
 #[test]
 fn d44_cached_conversations_never_leak_into_fresh_ones() {
-    let config = SchedulerConfig {
-        max_batch_size: 2,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { max_batch_size: 2, ..scheduler_config() };
     let mut house = House::new(config, cache_config(24, 4));
     for id in 0..20 {
         run_alone(&mut house, &request(id, prompt(id as u32, 13), 6));
@@ -71,11 +64,7 @@ fn d44_cached_conversations_never_leak_into_fresh_ones() {
         house.run(100);
         for spec in &specs {
             house.assert_solo(spec);
-            assert_eq!(
-                house.finished[&first(spec.id.0)].1,
-                0,
-                "nothing of a fresh prompt is cached"
-            );
+            assert_eq!(house.finished[&first(spec.id.0)].1, 0, "nothing of a fresh prompt is cached");
         }
     }
     assert!(house.kv.stats().evictions > 0);
@@ -85,10 +74,7 @@ fn d44_cached_conversations_never_leak_into_fresh_ones() {
 fn d45_prompt_logprobs_do_not_read_the_cache_but_fill_it() {
     let mut house = House::small(60);
     for id in 0..2 {
-        let spec = RequestSpec {
-            prompt_logprobs: true,
-            ..request(id, prompt(1, 20), 1)
-        };
+        let spec = RequestSpec { prompt_logprobs: true, ..request(id, prompt(1, 20), 1) };
         assert_eq!(run_alone(&mut house, &spec), 0);
         assert_eq!(house.logprob_positions[&first(id)], (1..20).collect::<Vec<_>>());
     }
@@ -97,17 +83,9 @@ fn d45_prompt_logprobs_do_not_read_the_cache_but_fill_it() {
 
 #[test]
 fn the_plan_flags_every_chunk_with_prompt_logprobs() {
-    let config = SchedulerConfig {
-        prefill_chunk_size: 8,
-        ..scheduler_config()
-    };
+    let config = SchedulerConfig { prefill_chunk_size: 8, ..scheduler_config() };
     let mut house = House::new(config, cache_config(60, 4));
-    house
-        .submit(RequestSpec {
-            prompt_logprobs: true,
-            ..request(1, prompt(1, 20), 3)
-        })
-        .unwrap();
+    house.submit(RequestSpec { prompt_logprobs: true, ..request(1, prompt(1, 20), 3) }).unwrap();
     let mut flags = Vec::new();
     while let Some(plan) = house.schedule() {
         flags.push(plan.sequences[0].prompt_logprobs);
@@ -190,13 +168,7 @@ fn the_tail_of_a_chain_is_evicted_before_its_head() {
 
 #[test]
 fn switched_off_it_finds_nothing() {
-    let mut house = House::new(
-        scheduler_config(),
-        KvCacheConfig {
-            prefix_cache: false,
-            ..cache_config(60, 4)
-        },
-    );
+    let mut house = House::new(scheduler_config(), KvCacheConfig { prefix_cache: false, ..cache_config(60, 4) });
     for id in 0..2 {
         assert_eq!(run_alone(&mut house, &request(id, prompt(1, 20), 2)), 0);
     }
@@ -205,10 +177,7 @@ fn switched_off_it_finds_nothing() {
 
 fn mixed(window: usize) -> KvCacheConfig {
     let groups = vec![CacheGroup::Full, CacheGroup::SlidingWindow { window }];
-    KvCacheConfig {
-        groups,
-        ..cache_config(120, 4)
-    }
+    KvCacheConfig { groups, ..cache_config(120, 4) }
 }
 
 #[test]
@@ -225,13 +194,7 @@ fn mixed_groups_hit_where_every_group_can_go_on() {
 #[test]
 fn mixed_groups_fall_back_to_where_the_window_is_still_cached() {
     // The window's blocks go back to the pool first, so pressure evicts them first.
-    let mut house = House::new(
-        scheduler_config(),
-        KvCacheConfig {
-            num_blocks: 30,
-            ..mixed(6)
-        },
-    );
+    let mut house = House::new(scheduler_config(), KvCacheConfig { num_blocks: 30, ..mixed(6) });
     let long = prompt(1, 41);
     run_alone(&mut house, &request(1, long.clone(), 1));
     let mut cached = Vec::new();

@@ -15,13 +15,7 @@ fn config() -> SchedulerConfig {
 }
 
 fn house() -> House {
-    House::new(
-        config(),
-        KvCacheConfig {
-            prefix_cache: false,
-            ..cache_config(200, 4)
-        },
-    )
+    House::new(config(), KvCacheConfig { prefix_cache: false, ..cache_config(200, 4) })
 }
 
 fn ids(plan: &StepPlan) -> Vec<u64> {
@@ -67,10 +61,7 @@ fn pads_to_the_longest_and_runs_until_the_longest_ends() {
     while !house.finished.contains_key(&first(2)) {
         let plan = house.schedule().unwrap();
         assert!(!ids(&plan).contains(&5), "nobody joins a running batch");
-        assert_eq!(
-            plan.num_tokens() + plan.sequences.iter().map(|s| s.num_padding).sum::<usize>(),
-            4
-        );
+        assert_eq!(plan.num_tokens() + plan.sequences.iter().map(|s| s.num_padding).sum::<usize>(), 4);
         padding.push(4 - plan.num_tokens());
         house.apply();
     }
@@ -86,20 +77,10 @@ fn pads_to_the_longest_and_runs_until_the_longest_ends() {
 
 #[test]
 fn long_prompts_keep_to_the_budget_in_columns() {
-    let limits = SchedulerConfig {
-        max_batch_tokens: 40,
-        ..config()
-    };
-    let mut house = House::new(
-        limits,
-        KvCacheConfig {
-            prefix_cache: false,
-            ..cache_config(200, 4)
-        },
-    );
-    let specs: Vec<_> = [(1, 3), (2, 35), (3, 12), (4, 35)]
-        .map(|(id, len)| request(id, prompt(id as u32, len), 3))
-        .into();
+    let limits = SchedulerConfig { max_batch_tokens: 40, ..config() };
+    let mut house = House::new(limits, KvCacheConfig { prefix_cache: false, ..cache_config(200, 4) });
+    let specs: Vec<_> =
+        [(1, 3), (2, 35), (3, 12), (4, 35)].map(|(id, len)| request(id, prompt(id as u32, len), 3)).into();
     for spec in &specs {
         house.submit(spec.clone()).unwrap();
     }
@@ -145,11 +126,7 @@ fn reserves_so_that_nobody_is_preempted() {
     for spec in &specs {
         house.submit(spec.clone()).unwrap();
     }
-    assert_eq!(
-        house.schedule().unwrap().sequences.len(),
-        2,
-        "12 blocks hold two sequences of 5"
-    );
+    assert_eq!(house.schedule().unwrap().sequences.len(), 2, "12 blocks hold two sequences of 5");
     house.apply();
     house.run(200);
     for spec in &specs {
@@ -162,24 +139,9 @@ fn reserves_so_that_nobody_is_preempted() {
 #[test]
 fn choices_take_slots_and_those_without_one_join_a_later_batch() {
     for layout in [KvLayout::Paged, KvLayout::Contiguous] {
-        let mut house = House::new(
-            config(),
-            KvCacheConfig {
-                layout,
-                max_seq_len: 64,
-                ..cache_config(64, 4)
-            },
-        );
-        let specs = [
-            RequestSpec {
-                n: 3,
-                ..request(1, prompt(1, 6), 5)
-            },
-            RequestSpec {
-                n: 3,
-                ..request(2, prompt(2, 9), 7)
-            },
-        ];
+        let mut house = House::new(config(), KvCacheConfig { layout, max_seq_len: 64, ..cache_config(64, 4) });
+        let specs =
+            [RequestSpec { n: 3, ..request(1, prompt(1, 6), 5) }, RequestSpec { n: 3, ..request(2, prompt(2, 9), 7) }];
         for spec in &specs {
             house.submit(spec.clone()).unwrap();
         }

@@ -39,9 +39,7 @@ pub fn solo(groups: &[CacheGroup], prompt: &[u32], max_tokens: usize, choice: u3
     let mut entries: Vec<u64> = Vec::new();
     while tokens.len() < prompt.len() + max_tokens {
         for p in entries.len()..tokens.len() {
-            let read = groups
-                .iter()
-                .flat_map(|&group| entries[first_read(group, p)..p].iter().copied());
+            let read = groups.iter().flat_map(|&group| entries[first_read(group, p)..p].iter().copied());
             let entry = entry_of(tokens[p], p, read);
             entries.push(entry);
         }
@@ -60,55 +58,33 @@ pub struct Memory {
 impl Memory {
     fn new(config: &KvCacheConfig) -> Self {
         let slots = vec![None; config.num_blocks * config.block_size];
-        Self {
-            groups: config.groups.clone(),
-            block_size: config.block_size,
-            slots,
-        }
+        Self { groups: config.groups.clone(), block_size: config.block_size, slots }
     }
 
     fn slot(&mut self, table: &[BlockId], position: usize) -> &mut Option<u64> {
         let block = table[position / self.block_size];
-        assert_ne!(
-            block,
-            BlockId::NONE,
-            "position {position} was reclaimed while it is needed"
-        );
+        assert_ne!(block, BlockId::NONE, "position {position} was reclaimed while it is needed");
         &mut self.slots[block.0 as usize * self.block_size + position % self.block_size]
     }
 
     pub fn run(&mut self, plan: &StepPlan) -> StepOutput {
         for copy in &plan.block_copies {
             let src = copy.src.0 as usize * self.block_size;
-            self.slots
-                .copy_within(src..src + self.block_size, copy.dst.0 as usize * self.block_size);
+            self.slots.copy_within(src..src + self.block_size, copy.dst.0 as usize * self.block_size);
         }
-        let mut output = StepOutput {
-            step: plan.step,
-            ..StepOutput::default()
-        };
+        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
         for sequence in &plan.sequences {
             let mut last = 0;
             for (offset, &token) in sequence.token_ids.iter().enumerate() {
                 last = self.compute(sequence, token, sequence.start + offset);
             }
             for &id in &sequence.sample {
-                output.sampled.push(SampledToken {
-                    id,
-                    token: Ok(sample(last, id.choice)),
-                    logprobs: None,
-                });
+                output.sampled.push(SampledToken { id, token: Ok(sample(last, id.choice)), logprobs: None });
             }
             if sequence.prompt_logprobs {
                 let start = sequence.start + 1;
-                let one = TokenLogprobs {
-                    logprob: -1.0,
-                    rank: 1,
-                    top: Vec::new(),
-                };
-                output
-                    .prompt_logprobs
-                    .push((sequence.id, start, vec![one; sequence.token_ids.len()]));
+                let one = TokenLogprobs { logprob: -1.0, rank: 1, top: Vec::new() };
+                output.prompt_logprobs.push((sequence.id, start, vec![one; sequence.token_ids.len()]));
             }
         }
         output
@@ -184,9 +160,7 @@ pub fn request(id: u64, prompt: Vec<u32>, max_tokens: usize) -> RequestSpec {
 
 /// `len` tokens that no other seed gives.
 pub fn prompt(seed: u32, len: usize) -> Vec<u32> {
-    (0..len)
-        .map(|i| (mix(u64::from(seed), i as u64) % VOCABULARY) as u32)
-        .collect()
+    (0..len).map(|i| (mix(u64::from(seed), i as u64) % VOCABULARY) as u32).collect()
 }
 
 pub fn first(id: u64) -> SequenceId {
@@ -194,10 +168,7 @@ pub fn first(id: u64) -> SequenceId {
 }
 
 pub fn choice(id: u64, choice: u32) -> SequenceId {
-    SequenceId {
-        request: RequestId(id),
-        choice,
-    }
+    SequenceId { request: RequestId(id), choice }
 }
 
 impl House {
@@ -270,10 +241,7 @@ impl House {
                     assert!(!read.contains(&written), "{written:?} is still read by {:?}", other.id);
                     let copied = |copy: &&BlockCopy| copy.src == written && read.contains(&copy.dst);
                     let copy = plan.block_copies.iter().find(copied);
-                    assert!(
-                        copy.is_none() || other.id.request == id.request,
-                        "{copy:?} is still to be made"
-                    );
+                    assert!(copy.is_none() || other.id.request == id.request, "{copy:?} is still to be made");
                 }
             }
         }
@@ -296,20 +264,10 @@ impl House {
                     self.tokens.entry(id).or_default().push(token);
                 }
                 Event::PromptLogprobs { id, start, logprobs } => {
-                    self.logprob_positions
-                        .entry(id)
-                        .or_default()
-                        .extend(start..start + logprobs.len());
+                    self.logprob_positions.entry(id).or_default().extend(start..start + logprobs.len());
                 }
-                Event::Finished {
-                    id,
-                    reason,
-                    num_cached_tokens,
-                } => {
-                    assert!(
-                        self.finished.insert(id, (reason, num_cached_tokens)).is_none(),
-                        "{id:?} ended twice"
-                    );
+                Event::Finished { id, reason, num_cached_tokens } => {
+                    assert!(self.finished.insert(id, (reason, num_cached_tokens)).is_none(), "{id:?} ended twice");
                 }
             }
         }
@@ -333,29 +291,17 @@ impl House {
                 return;
             }
             if !self.step() {
-                self.now = self
-                    .scheduler
-                    .next_wakeup()
-                    .expect("something waits, so something must run");
+                self.now = self.scheduler.next_wakeup().expect("something waits, so something must run");
             }
         }
-        assert!(
-            !self.scheduler.has_work(),
-            "not done after {max_steps} steps: {:?}",
-            self.scheduler.stats()
-        );
+        assert!(!self.scheduler.has_work(), "not done after {max_steps} steps: {:?}", self.scheduler.stats());
     }
 
     /// Every choice of the request has exactly the tokens it gets alone.
     pub fn assert_solo(&self, spec: &RequestSpec) {
         for c in 0..spec.n {
             let expected = solo(&self.kv.config().groups, &spec.prompt, spec.max_tokens, c);
-            assert_eq!(
-                self.tokens.get(&choice(spec.id.0, c)),
-                Some(&expected),
-                "request {} choice {c}",
-                spec.id.0
-            );
+            assert_eq!(self.tokens.get(&choice(spec.id.0, c)), Some(&expected), "request {} choice {c}", spec.id.0);
             assert_eq!(self.finished[&choice(spec.id.0, c)].0, FinishReason::Length);
         }
     }

@@ -22,11 +22,7 @@ pub(crate) struct ChatFormat {
 
 impl ChatFormat {
     pub(crate) fn new(meta: AnswerMeta, tokenizer: Arc<Tokenizer>, num_choices: usize) -> Self {
-        Self {
-            meta,
-            tokenizer,
-            opened: vec![false; num_choices],
-        }
+        Self { meta, tokenizer, opened: vec![false; num_choices] }
     }
 
     fn logprobs(&self, entries: Vec<TokenEntry>) -> Option<ChatLogprobs> {
@@ -45,10 +41,7 @@ impl ChatFormat {
                 top_logprobs: top.collect(),
             })
         });
-        Some(ChatLogprobs {
-            content: content.collect(),
-            refusal: None,
-        })
+        Some(ChatLogprobs { content: content.collect(), refusal: None })
     }
 
     fn write_chunk(
@@ -72,20 +65,13 @@ impl ChatFormat {
 
 impl AnswerFormat for ChatFormat {
     fn whole(&self, answer: &Answer, choices: Vec<(Delta, Finish)>) -> serde_json::Result<String> {
-        let choices = choices
-            .into_iter()
-            .enumerate()
-            .map(|(index, (delta, finish))| ChatChoice {
-                index,
-                message: AnswerMessage {
-                    role: "assistant",
-                    content: delta.text,
-                    refusal: None,
-                },
-                logprobs: self.logprobs(delta.entries),
-                finish_reason: finish.as_str(),
-                token_ids: self.meta.return_token_ids.then_some(delta.token_ids),
-            });
+        let choices = choices.into_iter().enumerate().map(|(index, (delta, finish))| ChatChoice {
+            index,
+            message: AnswerMessage { role: "assistant", content: delta.text, refusal: None },
+            logprobs: self.logprobs(delta.entries),
+            finish_reason: finish.as_str(),
+            token_ids: self.meta.return_token_ids.then_some(delta.token_ids),
+        });
         serde_json::to_string(&ChatCompletion {
             id: &self.meta.id,
             object: "chat.completion",
@@ -103,26 +89,14 @@ impl AnswerFormat for ChatFormat {
         if let Some(opened) = self.opened.get_mut(index)
             && !std::mem::replace(opened, true)
         {
-            let delta = ChatDelta {
-                role: Some("assistant"),
-                content: Some(String::new()),
-            };
-            let first = ChatChunkChoice {
-                index,
-                delta,
-                logprobs: None,
-                finish_reason: None,
-                token_ids: None,
-            };
+            let delta = ChatDelta { role: Some("assistant"), content: Some(String::new()) };
+            let first = ChatChunkChoice { index, delta, logprobs: None, finish_reason: None, token_ids: None };
             self.write_chunk(out, first, wants_ids.then(|| answer.prompt_ids(index)))?;
         }
         if !output.delta.is_empty() {
             let choice = ChatChunkChoice {
                 index,
-                delta: ChatDelta {
-                    role: None,
-                    content: Some(output.delta.text),
-                },
+                delta: ChatDelta { role: None, content: Some(output.delta.text) },
                 logprobs: self.logprobs(output.delta.entries),
                 finish_reason: None,
                 token_ids: wants_ids.then_some(output.delta.token_ids),

@@ -20,11 +20,7 @@ pub(crate) struct CompletionFormat {
 
 impl CompletionFormat {
     pub(crate) fn new(meta: AnswerMeta, tokenizer: Arc<Tokenizer>, num_choices: usize) -> Self {
-        Self {
-            meta,
-            tokenizer,
-            opened: vec![false; num_choices],
-        }
+        Self { meta, tokenizer, opened: vec![false; num_choices] }
     }
 
     fn logprobs(&self, entries: Vec<TokenEntry>) -> Option<CompletionLogprobs> {
@@ -87,10 +83,7 @@ impl AnswerFormat for CompletionFormat {
     }
 
     fn events(&mut self, answer: &Answer, output: Output, out: &mut BytesMut) -> serde_json::Result<()> {
-        let is_first = self
-            .opened
-            .get_mut(output.index)
-            .is_some_and(|opened| !std::mem::replace(opened, true));
+        let is_first = self.opened.get_mut(output.index).is_some_and(|opened| !std::mem::replace(opened, true));
         let prompt = (is_first && self.meta.return_token_ids).then(|| answer.prompt_ids(output.index));
         let choice = self.choice(output.index, output.delta, output.finish, prompt);
         write_event(out, &self.envelope(vec![choice], self.meta.no_usage()))

@@ -88,8 +88,6 @@ fn token_text(tokenizer: &Arc<Tokenizer>, token: u32) -> String {
     let bytes = tokenizer.token_bytes(token);
     match std::str::from_utf8(bytes) {
         Ok(text) => text.to_owned(),
-        Err(_) => bytes
-            .iter()
-            .fold("bytes:".to_owned(), |text, byte| format!("{text}\\x{byte:02x}")),
+        Err(_) => bytes.iter().fold("bytes:".to_owned(), |text, byte| format!("{text}\\x{byte:02x}")),
     }
 }

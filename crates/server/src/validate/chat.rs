@@ -33,11 +33,7 @@ pub(crate) fn validate(
     check_supported(&request)?;
     let max_tokens = max_tokens(&request)?;
     let logprobs = logprobs(&request, limits)?;
-    let endpoint = EndpointFields {
-        max_tokens,
-        logprobs,
-        echo: false,
-    };
+    let endpoint = EndpointFields { max_tokens, logprobs, echo: false };
     let options = sampling::validate(request.take_sampling(), endpoint, facts, limits)?;
     let conversation = conversation(
         request.messages,
@@ -45,10 +41,7 @@ pub(crate) fn validate(
         request.continue_final_message,
         request.chat_template_kwargs,
     )?;
-    Ok(ValidRequest {
-        prompt: PromptSource::Chat(conversation),
-        options,
-    })
+    Ok(ValidRequest { prompt: PromptSource::Chat(conversation), options })
 }
 
 /// Fields of the API that this server does not support, unless they ask for nothing.
@@ -68,23 +61,14 @@ fn check_supported(request: &ChatRequest) -> Result<(), ApiError> {
         ("functions", is_filled(request.functions.as_ref())),
         ("modalities", !is_text(request.modalities.as_ref())),
         ("prediction", is_filled(request.prediction.as_ref())),
-        (
-            "prompt_cache_retention",
-            !is_one_of(request.prompt_cache_retention.as_ref(), &["in_memory"]),
-        ),
-        (
-            "reasoning_effort",
-            !is_one_of(request.reasoning_effort.as_ref(), &["none"]),
-        ),
+        ("prompt_cache_retention", !is_one_of(request.prompt_cache_retention.as_ref(), &["in_memory"])),
+        ("reasoning_effort", !is_one_of(request.reasoning_effort.as_ref(), &["none"])),
         ("tool_choice", !is_one_of(request.tool_choice.as_ref(), &["none"])),
         ("tools", is_filled(request.tools.as_ref())),
         ("verbosity", !is_one_of(request.verbosity.as_ref(), &["medium"])),
         ("web_search_options", is_filled(request.web_search_options.as_ref())),
         ("store", request.store == Some(true)),
-        (
-            "service_tier",
-            !matches!(request.service_tier.as_deref(), None | Some("auto" | "default")),
-        ),
+        ("service_tier", !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
     ];
     if let Some((name, _)) = refusals.iter().find(|(_, refused)| *refused) {
         return Err(ApiError::unsupported(name));
@@ -99,21 +83,16 @@ pub(super) fn check_response_format(format: Option<&Value>) -> Result<(), ApiErr
         Some(Value::Object(fields)) => fields.len() == 1 && fields.get("type").is_some_and(|kind| kind == "text"),
         Some(_) => false,
     };
-    if is_text {
-        Ok(())
-    } else {
-        Err(ApiError::unsupported("response_format"))
-    }
+    if is_text { Ok(()) } else { Err(ApiError::unsupported("response_format")) }
 }
 
 fn max_tokens(request: &ChatRequest) -> Result<Option<usize>, ApiError> {
     let current = sampling::max_tokens("max_completion_tokens", request.max_completion_tokens, 1)?;
     let deprecated = sampling::max_tokens("max_tokens", request.max_tokens, 1)?;
     match (current, deprecated) {
-        (Some(a), Some(b)) if a != b => Err(ApiError::bad_field(
-            "max_tokens",
-            "'max_tokens' and 'max_completion_tokens' contradict each other.",
-        )),
+        (Some(a), Some(b)) if a != b => {
+            Err(ApiError::bad_field("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other."))
+        }
         (current, deprecated) => Ok(current.or(deprecated)),
     }
 }
@@ -125,14 +104,9 @@ fn logprobs(request: &ChatRequest, limits: &Limits) -> Result<Option<LogprobsReq
         .map(|top| sampling::integer("top_logprobs", top, 0, u64::from(limits.top_logprobs)))
         .transpose()?;
     if !wanted && top.is_some_and(|top| top > 0) {
-        return Err(ApiError::bad_field(
-            "top_logprobs",
-            "'top_logprobs' is only allowed with 'logprobs': true.",
-        ));
+        return Err(ApiError::bad_field("top_logprobs", "'top_logprobs' is only allowed with 'logprobs': true."));
     }
-    Ok(wanted.then(|| LogprobsRequest {
-        top: u32::try_from(top.unwrap_or(0)).unwrap_or(u32::MAX),
-    }))
+    Ok(wanted.then(|| LogprobsRequest { top: u32::try_from(top.unwrap_or(0)).unwrap_or(u32::MAX) }))
 }
 
 /// Judges messages and the options of rendering them, also for `/tokenize`.
@@ -146,10 +120,7 @@ pub(crate) fn conversation(
     template_kwargs: Option<Map<String, Value>>,
 ) -> Result<Conversation, ApiError> {
     if sent.is_empty() {
-        return Err(ApiError::bad_field(
-            "messages",
-            "'messages' must hold at least one message.",
-        ));
+        return Err(ApiError::bad_field("messages", "'messages' must hold at least one message."));
     }
     let continue_final_message = continue_final_message.unwrap_or(false);
     let add_generation_prompt = add_generation_prompt.unwrap_or(!continue_final_message);
@@ -174,17 +145,8 @@ pub(crate) fn conversation(
             format!("'chat_template_kwargs' must not set '{name}'."),
         ));
     }
-    let messages = sent
-        .into_iter()
-        .enumerate()
-        .map(|(i, m)| message(i, m))
-        .collect::<Result<_, _>>()?;
-    Ok(Conversation {
-        messages,
-        add_generation_prompt,
-        continue_final_message,
-        template_kwargs,
-    })
+    let messages = sent.into_iter().enumerate().map(|(i, m)| message(i, m)).collect::<Result<_, _>>()?;
+    Ok(Conversation { messages, add_generation_prompt, continue_final_message, template_kwargs })
 }
 
 fn message(index: usize, sent: Message) -> Result<ChatMessage, ApiError> {
@@ -208,10 +170,7 @@ fn message(index: usize, sent: Message) -> Result<ChatMessage, ApiError> {
     }
     let has_calls = !calls.is_empty();
     if has_calls {
-        extra.insert(
-            "tool_calls".to_owned(),
-            calls.into_iter().map(with_parsed_arguments).collect(),
-        );
+        extra.insert("tool_calls".to_owned(), calls.into_iter().map(with_parsed_arguments).collect());
     }
     let role = match sent.role {
         // Templates know no developer: it is what the API renamed system to.
@@ -226,10 +185,7 @@ fn message(index: usize, sent: Message) -> Result<ChatMessage, ApiError> {
         None if sent.role == Role::Assistant => sent.refusal.unwrap_or_default(),
         None => {
             let param = param("content");
-            return Err(ApiError::bad_field(
-                &param,
-                format!("Missing required parameter: '{param}'."),
-            ));
+            return Err(ApiError::bad_field(&param, format!("Missing required parameter: '{param}'.")));
         }
     };
     Ok(ChatMessage { role, content, extra })
@@ -246,10 +202,7 @@ fn text_of(content: Content, param: &str) -> Result<String, ApiError> {
                     ("text", Some(text)) => texts.push(text),
                     ("text", None) => {
                         let param = format!("{param}.text");
-                        return Err(ApiError::bad_field(
-                            &param,
-                            format!("Missing required parameter: '{param}'."),
-                        ));
+                        return Err(ApiError::bad_field(&param, format!("Missing required parameter: '{param}'.")));
                     }
                     (kind, _) => {
                         let kind = crate::error::clip(kind, 64);
@@ -268,9 +221,7 @@ fn text_of(content: Content, param: &str) -> Result<String, ApiError> {
 /// Templates expect a call's arguments as an object; the API carries them as JSON text.
 fn with_parsed_arguments(mut call: Value) -> Value {
     if let Some(arguments) = call.pointer_mut("/function/arguments")
-        && let Some(parsed) = arguments
-            .as_str()
-            .and_then(|text| serde_json::from_str::<Value>(text).ok())
+        && let Some(parsed) = arguments.as_str().and_then(|text| serde_json::from_str::<Value>(text).ok())
         && parsed.is_object()
     {
         *arguments = parsed;
@@ -339,15 +290,10 @@ mod tests {
     #[test]
     fn d08_top_logprobs_beyond_the_limit_are_refused() {
         for top in ["21", "1000000", "-1"] {
-            assert_eq!(
-                refused_param(&format!(r#""logprobs":true,"top_logprobs":{top}"#)),
-                "top_logprobs"
-            );
+            assert_eq!(refused_param(&format!(r#""logprobs":true,"top_logprobs":{top}"#)), "top_logprobs");
         }
         assert_eq!(refused_param(r#""top_logprobs":2"#), "top_logprobs");
-        let options = judge(&format!(r#"{{{HI},"logprobs":true,"top_logprobs":20}}"#))
-            .unwrap()
-            .options;
+        let options = judge(&format!(r#"{{{HI},"logprobs":true,"top_logprobs":20}}"#)).unwrap().options;
         assert_eq!(options.sampling.logprobs, Some(20));
     }
 
@@ -355,10 +301,7 @@ mod tests {
     fn d18_chat_needs_room_for_one_token() {
         assert_eq!(refused_param(r#""max_tokens":0"#), "max_tokens");
         assert_eq!(refused_param(r#""max_completion_tokens":0"#), "max_completion_tokens");
-        assert_eq!(
-            refused_param(r#""max_completion_tokens":1,"max_tokens":2"#),
-            "max_tokens"
-        );
+        assert_eq!(refused_param(r#""max_completion_tokens":1,"max_tokens":2"#), "max_tokens");
         assert_eq!(judge(&format!("{{{HI}}}")).unwrap().options.max_tokens, None);
     }
 
@@ -403,16 +346,10 @@ mod tests {
 
     #[test]
     fn continuing_needs_an_assistant_message() {
-        assert_eq!(
-            refused_param(r#""continue_final_message":true"#),
-            "continue_final_message"
-        );
+        assert_eq!(refused_param(r#""continue_final_message":true"#), "continue_final_message");
         let open = r#"{"messages":[{"role":"assistant","content":"Sure"}],"continue_final_message":true"#;
         assert!(judge(&format!("{open}}}")).is_ok());
         assert!(judge(&format!("{open},\"add_generation_prompt\":true}}")).is_err());
-        assert_eq!(
-            refused_param(r#""chat_template_kwargs":{"messages":1}"#),
-            "chat_template_kwargs"
-        );
+        assert_eq!(refused_param(r#""chat_template_kwargs":{"messages":1}"#), "chat_template_kwargs");
     }
 }

@@ -43,10 +43,7 @@ pub(crate) enum PromptSource {
     /// A conversation.
     Chat(Conversation),
     /// Plain texts, one request each.
-    Texts {
-        texts: Vec<String>,
-        add_special_tokens: bool,
-    },
+    Texts { texts: Vec<String>, add_special_tokens: bool },
     /// Token ids, each below the vocabulary size.
     Ids(Vec<Vec<u32>>),
 }
@@ -148,10 +145,5 @@ pub(crate) fn token_ids(ids: &[i64], vocab_size: usize, param: &str) -> Result<V
 
 #[cfg(test)]
 pub(crate) fn test_facts() -> ModelFacts {
-    ModelFacts {
-        vocab_size: 512,
-        max_seq_len: 256,
-        eos_token_ids: vec![2],
-        defaults: SamplingDefaults::default(),
-    }
+    ModelFacts { vocab_size: 512, max_seq_len: 256, eos_token_ids: vec![2], defaults: SamplingDefaults::default() }
 }

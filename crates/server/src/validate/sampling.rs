@@ -52,9 +52,7 @@ pub(super) fn integer(param: &str, value: i64, low: u64, high: u64) -> Result<u6
 /// `max_tokens` or one of its kin, at least `low`.
 pub(super) fn max_tokens(param: &str, value: Option<i64>, low: u64) -> Result<Option<usize>, ApiError> {
     // Values past the context are cut to it later; past usize there is no difference.
-    value
-        .map(|v| integer(param, v, low, i64::MAX as u64).map(|v| usize::try_from(v).unwrap_or(usize::MAX)))
-        .transpose()
+    value.map(|v| integer(param, v, low, i64::MAX as u64).map(|v| usize::try_from(v).unwrap_or(usize::MAX))).transpose()
 }
 
 /// Judges the shared fields.
@@ -74,11 +72,7 @@ pub(super) fn validate(
     if let Some(max) = endpoint.max_tokens
         && sampling.min_tokens > max
     {
-        return Err(invalid(
-            "min_tokens",
-            "it must not exceed max_tokens",
-            sampling.min_tokens,
-        ));
+        return Err(invalid("min_tokens", "it must not exceed max_tokens", sampling.min_tokens));
     }
     Ok(GenerationOptions {
         n,
@@ -124,13 +118,8 @@ fn params(fields: &SamplingFields, facts: &ModelFacts, limits: &Limits) -> Resul
         seed: 0,
         logprobs: None,
         prompt_logprobs: None,
-        min_tokens: usize::try_from(integer(
-            "min_tokens",
-            fields.min_tokens.unwrap_or(0),
-            0,
-            u64::from(u32::MAX),
-        )?)
-        .unwrap_or(usize::MAX),
+        min_tokens: usize::try_from(integer("min_tokens", fields.min_tokens.unwrap_or(0), 0, u64::from(u32::MAX))?)
+            .unwrap_or(usize::MAX),
         stop_token_ids: stop_token_ids(fields, facts, limits)?,
     })
 }
@@ -147,26 +136,14 @@ fn top_k(value: Option<i64>, default: Option<u32>) -> Result<Option<u32>, ApiErr
 
 fn logit_bias(sent: &BTreeMap<String, f64>, vocab_size: usize, limit: usize) -> Result<Vec<(u32, f32)>, ApiError> {
     if sent.len() > limit {
-        return Err(invalid(
-            "logit_bias",
-            format_args!("at most {limit} entries are allowed"),
-            sent.len(),
-        ));
+        return Err(invalid("logit_bias", format_args!("at most {limit} entries are allowed"), sent.len()));
     }
     let mut biases = Vec::with_capacity(sent.len());
     for (key, &bias) in sent {
-        let id = key
-            .parse::<u32>()
-            .ok()
-            .filter(|&id| (id as usize) < vocab_size)
-            .ok_or_else(|| {
-                let shown = crate::error::clip(key, 64);
-                invalid(
-                    "logit_bias",
-                    format_args!("keys must be token ids below {vocab_size}"),
-                    shown,
-                )
-            })?;
+        let id = key.parse::<u32>().ok().filter(|&id| (id as usize) < vocab_size).ok_or_else(|| {
+            let shown = crate::error::clip(key, 64);
+            invalid("logit_bias", format_args!("keys must be token ids below {vocab_size}"), shown)
+        })?;
         if !(-100.0..=100.0).contains(&bias) {
             return Err(invalid("logit_bias", "values must be between -100 and 100", bias));
         }
@@ -199,11 +176,7 @@ fn stop_token_ids(fields: &SamplingFields, facts: &ModelFacts, limits: &Limits) 
 
 fn stop_strings(stop: Vec<String>, limits: &Limits) -> Result<Vec<String>, ApiError> {
     if stop.len() > limits.stop_strings {
-        return Err(invalid(
-            "stop",
-            format_args!("at most {} strings are allowed", limits.stop_strings),
-            stop.len(),
-        ));
+        return Err(invalid("stop", format_args!("at most {} strings are allowed", limits.stop_strings), stop.len()));
     }
     for text in &stop {
         if text.is_empty() {
@@ -222,24 +195,15 @@ fn stop_strings(stop: Vec<String>, limits: &Limits) -> Result<Vec<String>, ApiEr
 
 fn delivery(stream: bool, options: Option<&StreamOptions>) -> Result<Delivery, ApiError> {
     let Some(options) = options else {
-        return Ok(if stream {
-            Delivery::Stream { include_usage: false }
-        } else {
-            Delivery::Whole
-        });
+        return Ok(if stream { Delivery::Stream { include_usage: false } } else { Delivery::Whole });
     };
     if !stream {
-        return Err(ApiError::bad_field(
-            "stream_options",
-            "'stream_options' is only allowed with 'stream': true.",
-        ));
+        return Err(ApiError::bad_field("stream_options", "'stream_options' is only allowed with 'stream': true."));
     }
     if options.include_obfuscation == Some(true) {
         return Err(ApiError::unsupported("stream_options.include_obfuscation"));
     }
-    Ok(Delivery::Stream {
-        include_usage: options.include_usage.unwrap_or(false),
-    })
+    Ok(Delivery::Stream { include_usage: options.include_usage.unwrap_or(false) })
 }
 
 fn check_label(param: &str, text: Option<&str>) -> Result<(), ApiError> {
@@ -261,11 +225,7 @@ mod tests {
     use crate::wire::StringOrList;
 
     fn judge(fields: SamplingFields) -> Result<GenerationOptions, ApiError> {
-        let endpoint = EndpointFields {
-            max_tokens: Some(300),
-            logprobs: None,
-            echo: false,
-        };
+        let endpoint = EndpointFields { max_tokens: Some(300), logprobs: None, echo: false };
         validate(fields, endpoint, &test_facts(), &Limits::default())
     }
 
@@ -289,18 +249,10 @@ mod tests {
         let mut facts = test_facts();
         facts.defaults.temperature = Some(0.2);
         facts.defaults.top_k = Some(7);
-        let endpoint = || EndpointFields {
-            max_tokens: None,
-            logprobs: None,
-            echo: false,
-        };
+        let endpoint = || EndpointFields { max_tokens: None, logprobs: None, echo: false };
         let silent = validate(SamplingFields::default(), endpoint(), &facts, &Limits::default()).unwrap();
         assert_eq!((silent.sampling.temperature, silent.sampling.top_k), (0.2, Some(7)));
-        let sent = SamplingFields {
-            temperature: Some(0.5),
-            top_k: Some(-1),
-            ..Default::default()
-        };
+        let sent = SamplingFields { temperature: Some(0.5), top_k: Some(-1), ..Default::default() };
         let sent = validate(sent, endpoint(), &facts, &Limits::default()).unwrap();
         assert_eq!((sent.sampling.temperature, sent.sampling.top_k), (0.5, None));
     }
@@ -308,82 +260,36 @@ mod tests {
     #[test]
     fn d04_empty_stop_string_is_refused() {
         let stop = Some(StringOrList(vec![String::new()]));
-        assert_eq!(
-            refused_param(SamplingFields {
-                stop,
-                ..Default::default()
-            }),
-            "stop"
-        );
+        assert_eq!(refused_param(SamplingFields { stop, ..Default::default() }), "stop");
         let stop = Some(StringOrList(vec!["x".into(); 17]));
-        assert_eq!(
-            refused_param(SamplingFields {
-                stop,
-                ..Default::default()
-            }),
-            "stop"
-        );
+        assert_eq!(refused_param(SamplingFields { stop, ..Default::default() }), "stop");
         let stop = Some(StringOrList(vec!["x".repeat(1025)]));
-        assert_eq!(
-            refused_param(SamplingFields {
-                stop,
-                ..Default::default()
-            }),
-            "stop"
-        );
+        assert_eq!(refused_param(SamplingFields { stop, ..Default::default() }), "stop");
     }
 
     #[test]
     fn d09_top_k_zero_and_minus_one_are_off() {
         for (sent, want) in [(None, None), (Some(0), None), (Some(-1), None), (Some(5), Some(5))] {
-            let options = judge(SamplingFields {
-                top_k: sent,
-                ..Default::default()
-            })
-            .unwrap();
+            let options = judge(SamplingFields { top_k: sent, ..Default::default() }).unwrap();
             assert_eq!(options.sampling.top_k, want);
         }
-        assert_eq!(
-            refused_param(SamplingFields {
-                top_k: Some(-2),
-                ..Default::default()
-            }),
-            "top_k"
-        );
+        assert_eq!(refused_param(SamplingFields { top_k: Some(-2), ..Default::default() }), "top_k");
     }
 
     #[test]
     fn d10_tiny_temperatures_are_greedy() {
         for t in [0.0, -0.0, 1e-45, 1e-20, 9e-6] {
-            let options = judge(SamplingFields {
-                temperature: Some(t),
-                ..Default::default()
-            })
-            .unwrap();
+            let options = judge(SamplingFields { temperature: Some(t), ..Default::default() }).unwrap();
             assert_eq!(options.sampling.temperature.to_bits(), 0, "{t}");
         }
         for t in [-0.1, 2.1, f64::NAN, f64::INFINITY] {
-            assert_eq!(
-                refused_param(SamplingFields {
-                    temperature: Some(t),
-                    ..Default::default()
-                }),
-                "temperature"
-            );
+            assert_eq!(refused_param(SamplingFields { temperature: Some(t), ..Default::default() }), "temperature");
         }
     }
 
     #[test]
     fn d12_negative_seeds_are_accepted() {
-        let seed = |s| {
-            judge(SamplingFields {
-                seed: Some(s),
-                ..Default::default()
-            })
-            .unwrap()
-            .seed
-            .unwrap()
-        };
+        let seed = |s| judge(SamplingFields { seed: Some(s), ..Default::default() }).unwrap().seed.unwrap();
         assert_eq!(seed(-1), u64::MAX);
         assert_eq!(seed(i64::MIN), 1 << 63);
         assert_eq!(seed(7), 7);
@@ -393,43 +299,22 @@ mod tests {
     fn d15_logit_bias_outside_the_vocabulary_is_refused() {
         for (key, value) in [("512", 1.0), ("-1", 1.0), ("x", 1.0), ("5", 100.5), ("5", -101.0)] {
             let logit_bias = BTreeMap::from([(key.to_owned(), value)]);
-            assert_eq!(
-                refused_param(SamplingFields {
-                    logit_bias,
-                    ..Default::default()
-                }),
-                "logit_bias"
-            );
+            assert_eq!(refused_param(SamplingFields { logit_bias, ..Default::default() }), "logit_bias");
         }
         let logit_bias = BTreeMap::from([("511".to_owned(), -100.0), ("5".to_owned(), 1.0)]);
-        let options = judge(SamplingFields {
-            logit_bias,
-            ..Default::default()
-        })
-        .unwrap();
+        let options = judge(SamplingFields { logit_bias, ..Default::default() }).unwrap();
         assert_eq!(options.sampling.logit_bias, [(5, 1.0), (511, -100.0)]);
     }
 
     #[test]
     fn d17_stop_token_ids_outside_the_vocabulary_are_refused() {
         for id in [512, -1, i64::MAX] {
-            let fields = SamplingFields {
-                stop_token_ids: vec![id],
-                ..Default::default()
-            };
+            let fields = SamplingFields { stop_token_ids: vec![id], ..Default::default() };
             assert_eq!(refused_param(fields), "stop_token_ids");
         }
-        let fields = SamplingFields {
-            stop_token_ids: vec![9, 2, 9],
-            ignore_eos: false,
-            ..Default::default()
-        };
+        let fields = SamplingFields { stop_token_ids: vec![9, 2, 9], ignore_eos: false, ..Default::default() };
         assert_eq!(judge(fields).unwrap().sampling.stop_token_ids, [2, 9]);
-        let fields = SamplingFields {
-            stop_token_ids: vec![9],
-            ignore_eos: true,
-            ..Default::default()
-        };
+        let fields = SamplingFields { stop_token_ids: vec![9], ignore_eos: true, ..Default::default() };
         assert_eq!(judge(fields).unwrap().sampling.stop_token_ids, [9]);
     }
 
@@ -456,25 +341,9 @@ mod tests {
 
     #[test]
     fn stream_options_need_a_stream() {
-        let options = || {
-            Some(StreamOptions {
-                include_usage: Some(true),
-                include_obfuscation: None,
-            })
-        };
-        assert_eq!(
-            refused_param(SamplingFields {
-                stream_options: options(),
-                ..Default::default()
-            }),
-            "stream_options"
-        );
-        let streamed = judge(SamplingFields {
-            stream: true,
-            stream_options: options(),
-            ..Default::default()
-        })
-        .unwrap();
+        let options = || Some(StreamOptions { include_usage: Some(true), include_obfuscation: None });
+        assert_eq!(refused_param(SamplingFields { stream_options: options(), ..Default::default() }), "stream_options");
+        let streamed = judge(SamplingFields { stream: true, stream_options: options(), ..Default::default() }).unwrap();
         assert_eq!(streamed.delivery, Delivery::Stream { include_usage: true });
     }
 }

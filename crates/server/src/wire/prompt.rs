@@ -168,16 +168,7 @@ mod tests {
 
     #[test]
     fn mixed_shapes_are_refused() {
-        for text in [
-            r#"["a",1]"#,
-            r#"[1,"a"]"#,
-            "[[1],2]",
-            "[1.5]",
-            "{}",
-            "true",
-            "[[[1]]]",
-            "[null]",
-        ] {
+        for text in [r#"["a",1]"#, r#"[1,"a"]"#, "[[1],2]", "[1.5]", "{}", "true", "[[[1]]]", "[null]"] {
             assert!(read(text).is_err(), "{text}");
         }
     }

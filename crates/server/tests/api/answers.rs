@@ -17,14 +17,8 @@ fn a_completion_has_the_apis_shape_and_the_models_text() {
         "/v1/completions",
         &json!({"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "return_token_ids": true}),
     );
-    assert_eq!(
-        keys(&answer),
-        BTreeSet::from(["id", "object", "created", "model", "choices", "usage"])
-    );
-    assert_eq!(
-        (&answer["object"], &answer["model"]),
-        (&json!("text_completion"), &json!(MODEL))
-    );
+    assert_eq!(keys(&answer), BTreeSet::from(["id", "object", "created", "model", "choices", "usage"]));
+    assert_eq!((&answer["object"], &answer["model"]), (&json!("text_completion"), &json!(MODEL)));
     assert!(answer["id"].as_str().unwrap().starts_with("cmpl-"));
     // The reference implementation's greedy tokens, and margins wide enough to be sure of.
     let choice = &answer["choices"][0];
@@ -35,10 +29,7 @@ fn a_completion_has_the_apis_shape_and_the_models_text() {
         (&json!(0), &json!("length"), &json!(null))
     );
     let usage = &answer["usage"];
-    assert_eq!(
-        (usage["prompt_tokens"].as_u64(), usage["completion_tokens"].as_u64()),
-        (Some(12), Some(4))
-    );
+    assert_eq!((usage["prompt_tokens"].as_u64(), usage["completion_tokens"].as_u64()), (Some(12), Some(4)));
     assert_eq!(usage["total_tokens"], 16);
     server.wait_idle(std::time::Duration::from_secs(5));
 }
@@ -52,44 +43,23 @@ fn a_chat_answer_has_the_apis_shape() {
         "/v1/chat/completions",
         &json!({"messages": messages, "max_tokens": 4, "temperature": 0, "logprobs": true, "top_logprobs": 2}),
     );
-    assert_eq!(
-        keys(&answer),
-        BTreeSet::from(["id", "object", "created", "model", "choices", "usage"])
-    );
-    assert_eq!(
-        (&answer["object"], &answer["model"]),
-        (&json!("chat.completion"), &json!(MODEL))
-    );
+    assert_eq!(keys(&answer), BTreeSet::from(["id", "object", "created", "model", "choices", "usage"]));
+    assert_eq!((&answer["object"], &answer["model"]), (&json!("chat.completion"), &json!(MODEL)));
     // 36 ids, as the reference implementation renders and tokenises this conversation: one BOS at most (D24).
     assert_eq!(answer["usage"]["prompt_tokens"], 36);
     let choice = &answer["choices"][0];
-    assert_eq!(
-        keys(choice),
-        BTreeSet::from(["index", "message", "logprobs", "finish_reason"])
-    );
+    assert_eq!(keys(choice), BTreeSet::from(["index", "message", "logprobs", "finish_reason"]));
     assert_eq!(choice["message"]["role"], "assistant");
     let content = choice["logprobs"]["content"].as_array().unwrap();
     assert_eq!(content.len(), 4);
     let mut text = Vec::new();
     for entry in content {
-        assert_eq!(
-            keys(entry),
-            BTreeSet::from(["token", "logprob", "bytes", "top_logprobs"])
-        );
+        assert_eq!(keys(entry), BTreeSet::from(["token", "logprob", "bytes", "top_logprobs"]));
         assert_eq!(entry["top_logprobs"].as_array().unwrap().len(), 2);
         assert!(entry["logprob"].as_f64().unwrap() <= 0.0);
-        text.extend(
-            entry["bytes"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(|b| b.as_u64().unwrap() as u8),
-        );
+        text.extend(entry["bytes"].as_array().unwrap().iter().map(|b| b.as_u64().unwrap() as u8));
     }
-    assert_eq!(
-        String::from_utf8(text).unwrap(),
-        choice["message"]["content"].as_str().unwrap()
-    );
+    assert_eq!(String::from_utf8(text).unwrap(), choice["message"]["content"].as_str().unwrap());
 }
 
 #[test]
@@ -99,10 +69,7 @@ fn d03_stop_strings_end_the_text_and_are_not_part_of_it() {
         "max_tokens": 12, "temperature": 0});
     let with = |extra: Value| {
         let mut request = base.clone();
-        request
-            .as_object_mut()
-            .unwrap()
-            .extend(extra.as_object().unwrap().clone());
+        request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         server.ok("/v1/completions", &request)
     };
     let free = with(json!({}));
@@ -138,12 +105,7 @@ fn d06_offsets_of_echoed_logprobs_rise_without_a_gap() {
     let text = choice["text"].as_str().unwrap();
     assert!(text.starts_with(PROMPT));
     let lists = &choice["logprobs"];
-    let tokens: Vec<&str> = lists["tokens"]
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|t| t.as_str().unwrap())
-        .collect();
+    let tokens: Vec<&str> = lists["tokens"].as_array().unwrap().iter().map(|t| t.as_str().unwrap()).collect();
     assert_eq!(tokens.len(), 12 + 8);
     assert_eq!(tokens.concat(), text);
     let mut offset = 0;
@@ -168,13 +130,7 @@ fn d07_logprobs_stay_finite_when_tokens_are_banned() {
     let answer = server.ok("/v1/chat/completions", &request);
     for entry in answer["choices"][0]["logprobs"]["content"].as_array().unwrap() {
         assert!(entry["logprob"].as_f64().unwrap().is_finite());
-        assert!(
-            entry["top_logprobs"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .all(|t| t["logprob"].as_f64().unwrap().is_finite())
-        );
+        assert!(entry["top_logprobs"].as_array().unwrap().iter().all(|t| t["logprob"].as_f64().unwrap().is_finite()));
     }
 }
 
@@ -183,14 +139,8 @@ fn d09_d11_seeds_and_switched_off_filters() {
     let server = TestServer::start();
     let text = |extra: Value| {
         let mut request = json!({"prompt": PROMPT, "max_tokens": 16, "temperature": 1});
-        request
-            .as_object_mut()
-            .unwrap()
-            .extend(extra.as_object().unwrap().clone());
-        server.ok("/v1/completions", &request)["choices"][0]["text"]
-            .as_str()
-            .unwrap()
-            .to_owned()
+        request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
+        server.ok("/v1/completions", &request)["choices"][0]["text"].as_str().unwrap().to_owned()
     };
     let mut seen = BTreeSet::new();
     for seed in 1..=8 {
@@ -201,10 +151,7 @@ fn d09_d11_seeds_and_switched_off_filters() {
     }
     assert!(seen.len() > 4, "seeds make no difference: {seen:?}");
     let unseeded: BTreeSet<String> = (0..4).map(|_| text(json!({}))).collect();
-    assert!(
-        unseeded.len() > 1,
-        "without a seed every answer is the same: {unseeded:?}"
-    );
+    assert!(unseeded.len() > 1, "without a seed every answer is the same: {unseeded:?}");
 }
 
 #[test]
@@ -261,10 +208,7 @@ fn d21_choices_are_numbered_over_all_prompts() {
         assert_eq!(choice["text"], single(prompts[i / 2]), "choice {i}");
     }
     assert_eq!(answer["usage"]["completion_tokens"], 24);
-    let ids = server.ok(
-        "/v1/completions",
-        &json!({"prompt": [[360, 383], [50]], "max_tokens": 1}),
-    );
+    let ids = server.ok("/v1/completions", &json!({"prompt": [[360, 383], [50]], "max_tokens": 1}));
     assert_eq!(ids["usage"]["prompt_tokens"], 3);
 }
 
@@ -274,10 +218,7 @@ fn d52_end_tokens_stop_and_are_not_shown() {
     let forced = |id: u32, extra: Value| {
         let mut request = json!({"prompt": PROMPT, "max_tokens": 5, "temperature": 0, "return_token_ids": true,
             "logit_bias": {id.to_string(): 100}});
-        request
-            .as_object_mut()
-            .unwrap()
-            .extend(extra.as_object().unwrap().clone());
+        request.as_object_mut().unwrap().extend(extra.as_object().unwrap().clone());
         server.ok("/v1/completions", &request)
     };
     let ended = forced(2, json!({}));
@@ -289,10 +230,7 @@ fn d52_end_tokens_stop_and_are_not_shown() {
     assert_eq!(ended["usage"]["completion_tokens"], 1);
     let ignored = forced(2, json!({"ignore_eos": true}));
     assert_eq!(
-        (
-            &ended["usage"]["completion_tokens"],
-            &ignored["choices"][0]["finish_reason"]
-        ),
+        (&ended["usage"]["completion_tokens"], &ignored["choices"][0]["finish_reason"]),
         (&json!(1), &json!("length"))
     );
     assert_eq!(ignored["choices"][0]["text"], "");
@@ -301,10 +239,7 @@ fn d52_end_tokens_stop_and_are_not_shown() {
         "<|im_end|>".repeat(5)
     );
     let own = forced(90, json!({"stop_token_ids": [90]}));
-    assert_eq!(
-        (&own["choices"][0]["text"], &own["choices"][0]["finish_reason"]),
-        (&json!(""), &json!("stop"))
-    );
+    assert_eq!((&own["choices"][0]["text"], &own["choices"][0]["finish_reason"]), (&json!(""), &json!("stop")));
 }
 
 #[test]
@@ -318,10 +253,7 @@ fn d54_the_last_row_of_the_vocabulary_decodes() {
 fn d56_the_token_limit_is_called_length() {
     let server = TestServer::start();
     let request = json!({"prompt": PROMPT, "max_tokens": 5, "ignore_eos": true});
-    assert_eq!(
-        server.ok("/v1/completions", &request)["choices"][0]["finish_reason"],
-        "length"
-    );
+    assert_eq!(server.ok("/v1/completions", &request)["choices"][0]["finish_reason"], "length");
 }
 
 #[test]
@@ -347,13 +279,7 @@ fn d44_cached_tokens_are_told() {
     assert_eq!(cold["choices"][0]["text"], warm["choices"][0]["text"]);
     // An answer that a stop string ends tells it, too.
     let mut stopped = request.clone();
-    stopped["stop"] = json!([cold["choices"][0]["text"]
-        .as_str()
-        .unwrap()
-        .chars()
-        .next()
-        .unwrap()
-        .to_string()]);
+    stopped["stop"] = json!([cold["choices"][0]["text"].as_str().unwrap().chars().next().unwrap().to_string()]);
     let stopped = server.ok("/v1/completions", &stopped);
     assert_eq!(stopped["choices"][0]["finish_reason"], "stop");
     assert_eq!(stopped["usage"]["prompt_tokens_details"]["cached_tokens"], 16);

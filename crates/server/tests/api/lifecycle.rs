@@ -19,15 +19,9 @@ fn is_running(server: &TestServer, count: usize) -> bool {
 
 #[test]
 fn d64_health_tells_the_truth() {
-    let mut server = TestServer::without_model(ServerConfig {
-        port: 0,
-        ..ServerConfig::default()
-    });
+    let mut server = TestServer::without_model(ServerConfig { port: 0, ..ServerConfig::default() });
     let loading = server.client().get("/health");
-    assert_eq!(
-        (loading.status, &loading.json()["error"]["code"]),
-        (503, &json!("model_loading"))
-    );
+    assert_eq!((loading.status, &loading.json()["error"]["code"]), (503, &json!("model_loading")));
     for path in ["/v1/models", "/v1/models/zoo"] {
         assert_eq!(server.client().get(path).status, 503);
     }
@@ -47,10 +41,7 @@ fn d64_health_tells_the_truth() {
     let error: Value = serde_json::from_str(last.strip_prefix("data: ").unwrap()).unwrap();
     assert!(error["error"]["message"].is_string(), "{error}");
     let health = server.client().get("/health");
-    assert_eq!(
-        (health.status, &health.json()["error"]["code"]),
-        (503, &json!("engine_stopped"))
-    );
+    assert_eq!((health.status, &health.json()["error"]["code"]), (503, &json!("engine_stopped")));
     assert_eq!(server.post(TEXT, &json!({"prompt": "a"})).0, 503);
 }
 
@@ -96,9 +87,7 @@ fn d38_a_client_that_does_not_read_loses_its_request_and_nobody_else_does() {
     let mut client = server.client();
     client.send("POST", TEXT, &[JSON], request.to_string().as_bytes());
     let aborted = || server.engine.as_ref().unwrap().status().aborted;
-    wait_until(Duration::from_secs(60), "the engine to give the request up", || {
-        aborted() > 0
-    });
+    wait_until(Duration::from_secs(60), "the engine to give the request up", || aborted() > 0);
     assert_eq!(server.ok(TEXT, &golden)["choices"], before);
     server.wait_idle(Duration::from_secs(5));
 }
@@ -115,19 +104,13 @@ fn d65_running_answers_finish_and_new_ones_are_refused() {
     assert_eq!(idle.get("/health").status, 200);
     wait_until(Duration::from_secs(10), "all to run", || is_running(&server, 6));
     server.begin_shutdown();
-    wait_until(Duration::from_secs(2), "the port to close", || {
-        std::net::TcpStream::connect(server.address).is_err()
-    });
+    wait_until(Duration::from_secs(2), "the port to close", || std::net::TcpStream::connect(server.address).is_err());
     let refused = idle.post(TEXT, &json!({"prompt": "a"}));
     assert_eq!((refused.status, refused.header("connection")), (503, Some("close")));
     for mut client in streams {
         let reply = client.reply();
         let text = reply.text();
-        assert!(
-            text.ends_with("data: [DONE]\n\n"),
-            "{}",
-            &text[text.len().saturating_sub(300)..]
-        );
+        assert!(text.ends_with("data: [DONE]\n\n"), "{}", &text[text.len().saturating_sub(300)..]);
         assert!(text.contains("\"finish_reason\":\"length\""));
     }
     assert_eq!(server.stop().aborted, 0);
@@ -162,18 +145,14 @@ fn d66_gauges_follow_the_truth() {
     }
     let gauge = |name: &str| {
         let text = server.client().get("/metrics").text();
-        let line = text
-            .lines()
-            .find(|l| l.starts_with(&format!("{name}{{")))
-            .unwrap_or_else(|| panic!("{name} in {text}"));
+        let line =
+            text.lines().find(|l| l.starts_with(&format!("{name}{{"))).unwrap_or_else(|| panic!("{name} in {text}"));
         line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
     };
     for prefix in ["vllm:", "pagemill_"] {
         wait_until(Duration::from_secs(5), "one to run and nine to wait", || {
-            (
-                gauge(&format!("{prefix}num_requests_running")),
-                gauge(&format!("{prefix}num_requests_waiting")),
-            ) == (1.0, 9.0)
+            (gauge(&format!("{prefix}num_requests_running")), gauge(&format!("{prefix}num_requests_waiting")))
+                == (1.0, 9.0)
         });
     }
     assert!(gauge("vllm:kv_cache_usage_perc") > 0.0);

@@ -70,13 +70,8 @@ fn d57_a_completion_stream_byte_for_byte() {
              [{{\"text\":\"{text}\",\"index\":0,\"logprobs\":null,\"finish_reason\":{finish}}}]}}\n\n"
         )
     };
-    let expected = [
-        chunk("w", "null"),
-        chunk("w", "null"),
-        chunk("", "\"length\""),
-        "data: [DONE]\n\n".to_owned(),
-    ]
-    .concat();
+    let expected =
+        [chunk("w", "null"), chunk("w", "null"), chunk("", "\"length\""), "data: [DONE]\n\n".to_owned()].concat();
     assert_eq!(normalized(&body, &events), expected);
 }
 
@@ -93,12 +88,7 @@ fn d01_characters_are_never_torn() {
     // Log-probabilities come with the text they belong to, and all of them come.
     let streamed: Vec<Value> = events
         .iter()
-        .flat_map(|e| {
-            e["choices"][0]["logprobs"]["text_offset"]
-                .as_array()
-                .cloned()
-                .unwrap_or_default()
-        })
+        .flat_map(|e| e["choices"][0]["logprobs"]["text_offset"].as_array().cloned().unwrap_or_default())
         .collect();
     assert_eq!(json!(streamed), whole["choices"][0]["logprobs"]["text_offset"]);
 }
@@ -107,10 +97,7 @@ fn d01_characters_are_never_torn() {
 fn d03_no_character_of_a_stop_string_is_streamed() {
     let server = TestServer::start();
     let base = json!({"prompt": CHINESE, "max_tokens": 40, "temperature": 0});
-    let free = server.ok("/v1/completions", &base)["choices"][0]["text"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let free = server.ok("/v1/completions", &base)["choices"][0]["text"].as_str().unwrap().to_owned();
     // Twelve tokens of one byte each: the string spans many tokens and is cut inside characters.
     let stop: String = free.chars().skip(2).take(4).collect();
     let mut request = base.clone();
@@ -134,12 +121,7 @@ fn d06_streamed_echo_equals_the_whole_answer() {
     for list in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
         let joined: Vec<Value> = events
             .iter()
-            .flat_map(|e| {
-                e["choices"][0]["logprobs"][list]
-                    .as_array()
-                    .cloned()
-                    .unwrap_or_default()
-            })
+            .flat_map(|e| e["choices"][0]["logprobs"][list].as_array().cloned().unwrap_or_default())
             .collect();
         assert_eq!(json!(joined), whole["choices"][0]["logprobs"][list], "{list}");
     }
@@ -160,17 +142,10 @@ fn d55_streamed_usage_equals_the_whole_answers() {
     assert_eq!(last["choices"], json!([]));
     assert_eq!(last["usage"]["completion_tokens"], 10);
     assert_eq!(last["usage"]["prompt_tokens"], whole["usage"]["prompt_tokens"]);
-    assert!(
-        others
-            .iter()
-            .all(|e| e["usage"].is_null() && e.as_object().unwrap().contains_key("usage"))
-    );
+    assert!(others.iter().all(|e| e["usage"].is_null() && e.as_object().unwrap().contains_key("usage")));
     let (_, without) = stream(&server, "/v1/chat/completions", request);
     assert!(without.iter().all(|e| !e.as_object().unwrap().contains_key("usage")));
-    let text: String = without
-        .iter()
-        .filter_map(|e| e["choices"][0]["delta"]["content"].as_str())
-        .collect();
+    let text: String = without.iter().filter_map(|e| e["choices"][0]["delta"]["content"].as_str()).collect();
     assert_eq!(whole["choices"][0]["message"]["content"], text);
 }
 
@@ -182,21 +157,14 @@ fn choices_are_interleaved_and_each_opens_and_ends_once() {
     let whole = server.ok("/v1/chat/completions", &request);
     let (_, events) = stream(&server, "/v1/chat/completions", request);
     for index in 0..3 {
-        let own: Vec<&Value> = events
-            .iter()
-            .map(|e| &e["choices"][0])
-            .filter(|c| c["index"] == index)
-            .collect();
+        let own: Vec<&Value> = events.iter().map(|e| &e["choices"][0]).filter(|c| c["index"] == index).collect();
         assert_eq!(own.iter().filter(|c| c["delta"]["role"] == "assistant").count(), 1);
         assert_eq!(own.iter().filter(|c| c["finish_reason"] == "length").count(), 1);
         assert_eq!(own[0]["delta"]["role"], "assistant");
         let text: String = own.iter().filter_map(|c| c["delta"]["content"].as_str()).collect();
         assert_eq!(whole["choices"][index]["message"]["content"], text);
     }
-    assert_ne!(
-        whole["choices"][0]["message"]["content"],
-        whole["choices"][1]["message"]["content"]
-    );
+    assert_ne!(whole["choices"][0]["message"]["content"], whole["choices"][1]["message"]["content"]);
 }
 
 #[test]
@@ -228,12 +196,7 @@ fn d58_silent_streams_carry_comments_when_asked_to() {
     let server = TestServer::with(setup);
     let mut ahead = server.client();
     let long = json!({"prompt": "Once", "max_tokens": 1500, "ignore_eos": true}).to_string();
-    ahead.send(
-        "POST",
-        "/v1/completions",
-        &[("content-type", "application/json")],
-        long.as_bytes(),
-    );
+    ahead.send("POST", "/v1/completions", &[("content-type", "application/json")], long.as_bytes());
     std::thread::sleep(Duration::from_millis(50));
     let (body, events) = stream(&server, "/v1/completions", json!({"prompt": "Once", "max_tokens": 2}));
     assert!(body.starts_with(": keep-alive\n\n"), "{body}");

@@ -7,10 +7,7 @@ use serde_json::json;
 fn texts_go_there_and_back() {
     let server = TestServer::start();
     let answer = server.ok("/tokenize", &json!({"prompt": "The king said to the messenger that"}));
-    assert_eq!(
-        answer["tokens"],
-        json!([360, 383, 290, 466, 283, 268, 269, 372, 278, 74, 274, 319])
-    );
+    assert_eq!(answer["tokens"], json!([360, 383, 290, 466, 283, 268, 269, 372, 278, 74, 274, 319]));
     assert_eq!((&answer["count"], &answer["max_model_len"]), (&json!(12), &json!(512)));
     let back = server.ok("/detokenize", &json!({"tokens": answer["tokens"]}));
     assert_eq!(back["prompt"], "The king said to the messenger that");
@@ -31,12 +28,7 @@ fn d24_messages_are_rendered_as_the_reference_does() {
     assert_eq!(answer["tokens"], expected);
     assert_eq!(answer["token_strs"][0], "<|im_start|>");
     let text = server.ok("/detokenize", &json!({"tokens": expected}));
-    assert!(
-        text["prompt"]
-            .as_str()
-            .unwrap()
-            .starts_with("<|im_start|>system\nYou are a poet.<|im_end|>")
-    );
+    assert!(text["prompt"].as_str().unwrap().starts_with("<|im_start|>system\nYou are a poet.<|im_end|>"));
     let plain = server.ok("/detokenize", &json!({"tokens": expected, "skip_special_tokens": true}));
     assert!(plain["prompt"].as_str().unwrap().starts_with("system\n"));
 }
@@ -45,15 +37,8 @@ fn d24_messages_are_rendered_as_the_reference_does() {
 fn an_open_message_is_continued() {
     let server = TestServer::start();
     let messages = json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "The king"}]);
-    let ids = server.ok(
-        "/tokenize",
-        &json!({"messages": messages, "continue_final_message": true}),
-    )["tokens"]
-        .clone();
-    let text = server.ok("/detokenize", &json!({"tokens": ids}))["prompt"]
-        .as_str()
-        .unwrap()
-        .to_owned();
+    let ids = server.ok("/tokenize", &json!({"messages": messages, "continue_final_message": true}))["tokens"].clone();
+    let text = server.ok("/detokenize", &json!({"tokens": ids}))["prompt"].as_str().unwrap().to_owned();
     assert!(text.ends_with("<|im_start|>assistant\nThe king"), "{text}");
 }
 
@@ -62,14 +47,8 @@ fn wrong_questions_are_refused() {
     let server = TestServer::start();
     for (body, param) in [
         (json!({}), "prompt"),
-        (
-            json!({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}),
-            "prompt",
-        ),
-        (
-            json!({"prompt": "a", "add_generation_prompt": true}),
-            "add_generation_prompt",
-        ),
+        (json!({"prompt": "a", "messages": [{"role": "user", "content": "a"}]}), "prompt"),
+        (json!({"prompt": "a", "add_generation_prompt": true}), "add_generation_prompt"),
         (json!({"prompt": "a", "x": 1}), "x"),
     ] {
         let (status, named, _) = server.refused("/tokenize", &body);

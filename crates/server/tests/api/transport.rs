@@ -9,11 +9,7 @@ fn raw(client: &mut Client, method: &str, path: &str, headers: &[(&str, &str)], 
     client.send(method, path, headers, body);
     let reply = client.reply();
     if reply.status >= 400 {
-        assert_eq!(
-            reply.header("content-type"),
-            Some("application/json"),
-            "{method} {path}"
-        );
+        assert_eq!(reply.header("content-type"), Some("application/json"), "{method} {path}");
         assert!(reply.json()["error"]["message"].is_string());
     }
     reply.status
@@ -24,34 +20,14 @@ fn d60_malformed_bodies_are_400() {
     let server = TestServer::start();
     let json_type = ("content-type", "application/json");
     let mut client = server.client();
-    for body in [
-        "",
-        "{",
-        "not json",
-        "[]",
-        "null",
-        "\"a\"",
-        "{\"prompt\":\"a\"} x",
-        "{\"prompt\":\"a\",\"prompt\":\"b\"}",
-    ] {
-        assert_eq!(
-            raw(&mut client, "POST", "/v1/completions", &[json_type], body.as_bytes()),
-            400,
-            "{body}"
-        );
+    for body in
+        ["", "{", "not json", "[]", "null", "\"a\"", "{\"prompt\":\"a\"} x", "{\"prompt\":\"a\",\"prompt\":\"b\"}"]
+    {
+        assert_eq!(raw(&mut client, "POST", "/v1/completions", &[json_type], body.as_bytes()), 400, "{body}");
     }
     let good = br#"{"prompt":"a","max_tokens":1}"#;
     assert_eq!(raw(&mut client, "POST", "/v1/completions", &[], good), 400);
-    assert_eq!(
-        raw(
-            &mut client,
-            "POST",
-            "/v1/completions",
-            &[("content-type", "text/plain")],
-            good
-        ),
-        415
-    );
+    assert_eq!(raw(&mut client, "POST", "/v1/completions", &[("content-type", "text/plain")], good), 415);
     let with_charset = [("content-type", "application/json; charset=utf-8")];
     assert_eq!(raw(&mut client, "POST", "/v1/completions", &with_charset, good), 200);
 }
@@ -93,36 +69,9 @@ fn keys_guard_everything_but_probes() {
     let reply = client.reply();
     assert_eq!((reply.status, reply.header("www-authenticate")), (401, Some("Bearer")));
     assert_eq!(reply.json()["error"]["code"], "invalid_api_key");
-    assert_eq!(
-        raw(
-            &mut client,
-            "GET",
-            "/v1/models",
-            &[("authorization", "Bearer wrong")],
-            b""
-        ),
-        401
-    );
-    assert_eq!(
-        raw(
-            &mut client,
-            "GET",
-            "/v1/models",
-            &[("authorization", "Bearer sekrit")],
-            b""
-        ),
-        200
-    );
-    assert_eq!(
-        raw(
-            &mut client,
-            "POST",
-            "/v1/completions",
-            &[("content-type", "application/json")],
-            b"{}"
-        ),
-        401
-    );
+    assert_eq!(raw(&mut client, "GET", "/v1/models", &[("authorization", "Bearer wrong")], b""), 401);
+    assert_eq!(raw(&mut client, "GET", "/v1/models", &[("authorization", "Bearer sekrit")], b""), 200);
+    assert_eq!(raw(&mut client, "POST", "/v1/completions", &[("content-type", "application/json")], b"{}"), 401);
     assert_eq!(raw(&mut client, "GET", "/nothing", &[], b""), 401);
 }
 
@@ -140,34 +89,18 @@ fn d59_preflights_need_no_key() {
             ("access-control-request-headers", "authorization,content-type"),
         ]
     };
-    client.send(
-        "OPTIONS",
-        "/v1/chat/completions",
-        &preflight("https://app.example"),
-        b"",
-    );
+    client.send("OPTIONS", "/v1/chat/completions", &preflight("https://app.example"), b"");
     let reply = client.reply();
     assert!(matches!(reply.status, 200 | 204));
     assert_eq!(reply.header("access-control-allow-origin"), Some("https://app.example"));
-    assert_eq!(
-        reply.header("access-control-allow-headers"),
-        Some("authorization,content-type")
-    );
-    client.send(
-        "OPTIONS",
-        "/v1/chat/completions",
-        &preflight("https://evil.example"),
-        b"",
-    );
+    assert_eq!(reply.header("access-control-allow-headers"), Some("authorization,content-type"));
+    client.send("OPTIONS", "/v1/chat/completions", &preflight("https://evil.example"), b"");
     assert_eq!(client.reply().header("access-control-allow-origin"), None);
     // The refusal itself is readable by the page, and a POST without a key is refused.
     let headers = [("origin", "https://app.example"), ("content-type", "application/json")];
     client.send("POST", "/v1/chat/completions", &headers, b"{}");
     let reply = client.reply();
-    assert_eq!(
-        (reply.status, reply.header("access-control-allow-origin")),
-        (401, Some("https://app.example"))
-    );
+    assert_eq!((reply.status, reply.header("access-control-allow-origin")), (401, Some("https://app.example")));
 }
 
 #[test]
@@ -189,14 +122,7 @@ fn d62_request_ids_are_ours_and_the_clients_is_echoed() {
         .collect();
     assert_ne!(ids[0], ids[1]);
     assert!(ids.iter().all(|id| id != "id"));
-    assert!(
-        server
-            .client()
-            .get("/health")
-            .header("x-request-id")
-            .unwrap()
-            .starts_with("req-")
-    );
+    assert!(server.client().get("/health").header("x-request-id").unwrap().starts_with("req-"));
 }
 
 #[test]
@@ -224,10 +150,7 @@ fn d76_a_connection_survives_or_is_closed_after_an_early_refusal() {
     let head = "POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n";
     client.socket.write_all(head.as_bytes()).unwrap();
     for _ in 0..4 {
-        client
-            .socket
-            .write_all(format!("{:x}\r\n", block.len()).as_bytes())
-            .unwrap();
+        client.socket.write_all(format!("{:x}\r\n", block.len()).as_bytes()).unwrap();
         client.socket.write_all(&block).unwrap();
         client.socket.write_all(b"\r\n").unwrap();
     }
@@ -236,12 +159,7 @@ fn d76_a_connection_survives_or_is_closed_after_an_early_refusal() {
 
     // A refusal before the body was read leaves the connection in step.
     let mut client = server.client();
-    client.send(
-        "POST",
-        "/nothing",
-        &[("content-type", "application/json")],
-        &vec![b' '; 100_000],
-    );
+    client.send("POST", "/nothing", &[("content-type", "application/json")], &vec![b' '; 100_000]);
     assert_eq!(client.reply().status, 404);
     assert_eq!(client.get("/health").status, 200);
 }

@@ -36,15 +36,7 @@ const MONTHS: [&str; 12] = [
     "November",
     "December",
 ];
-const WEEKDAYS: [&str; 7] = [
-    "Sunday",
-    "Monday",
-    "Tuesday",
-    "Wednesday",
-    "Thursday",
-    "Friday",
-    "Saturday",
-];
+const WEEKDAYS: [&str; 7] = ["Sunday", "Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday"];
 
 impl LocalTime {
     /// The moment `seconds` after the start of 1970 (UTC), leap seconds not counted.
@@ -58,11 +50,7 @@ impl LocalTime {
         let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
         let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
         let month_from_march = (5 * day_of_year + 2) / 153;
-        let month = if month_from_march < 10 {
-            month_from_march + 3
-        } else {
-            month_from_march - 9
-        };
+        let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
         let narrow = |value: i64| u32::try_from(value).unwrap_or(0);
         Self {
             year: i32::try_from(year_of_era + era * 400 + i64::from(month <= 2)).unwrap_or(i32::MAX),
@@ -97,11 +85,7 @@ impl LocalTime {
             hour => hour,
         };
         let number = |value: u32| {
-            if padded {
-                format!("{value:02}")
-            } else {
-                value.to_string()
-            }
+            if padded { format!("{value:02}") } else { value.to_string() }
         };
         let written = match directive {
             Some('d') => number(self.day),
@@ -178,14 +162,8 @@ mod tests {
             "Thursday, July 10, 2025 13:00:05 01 PM 191 25%"
         );
         assert_eq!(time.format("%Q %-"), "%Q %-");
-        assert_eq!(
-            LocalTime::from_unix_seconds(951_782_400).format("%F %a %j"),
-            "2000-02-29 Tue 060"
-        );
+        assert_eq!(LocalTime::from_unix_seconds(951_782_400).format("%F %a %j"), "2000-02-29 Tue 060");
         assert_eq!(LocalTime::from_unix_seconds(-1).format("%F %T"), "1969-12-31 23:59:59");
-        assert_eq!(
-            LocalTime::from_unix_seconds(0).format("%F %T %a"),
-            "1970-01-01 00:00:00 Thu"
-        );
+        assert_eq!(LocalTime::from_unix_seconds(0).format("%F %T %a"), "1970-01-01 00:00:00 Thu");
     }
 }

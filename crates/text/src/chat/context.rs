@@ -46,17 +46,9 @@ impl<'a> Marker<'a> {
         }
         let mut used: HashSet<char> = HashSet::new();
         used.extend(source.chars().filter(|c| *c >= FIRST_MARK));
-        for_each_string(input, &mut |text| {
-            used.extend(text.chars().filter(|c| *c >= FIRST_MARK))
-        });
-        let mark = (FIRST_MARK..=char::MAX)
-            .rev()
-            .find(|c| !used.contains(c))
-            .ok_or(TextError::NoMarkLeft)?;
-        Ok(Self {
-            guard,
-            mark: Some(mark),
-        })
+        for_each_string(input, &mut |text| used.extend(text.chars().filter(|c| *c >= FIRST_MARK)));
+        let mark = (FIRST_MARK..=char::MAX).rev().find(|c| !used.contains(c)).ok_or(TextError::NoMarkLeft)?;
+        Ok(Self { guard, mark: Some(mark) })
     }
 
     /// A marker that does nothing.
@@ -91,10 +83,7 @@ impl<'a> Marker<'a> {
     /// Takes the marks out of a rendered text and remembers where they were.
     pub fn take_out(&self, text: String) -> RenderedPrompt {
         let Some(mark) = self.mark else {
-            return RenderedPrompt {
-                text,
-                guards: Vec::new(),
-            };
+            return RenderedPrompt { text, guards: Vec::new() };
         };
         let mut clean = String::with_capacity(text.len());
         let mut guards = Vec::new();
@@ -127,14 +116,9 @@ pub(super) fn build(template: &ChatTemplate, input: &ChatInput<'_>, marker: &Mar
     for (key, value) in input.extra.into_iter().flatten() {
         variables.push((key.clone(), marker.value(value)));
     }
-    let messages = input
-        .messages
-        .iter()
-        .map(|message| marker.value(&shaped(message, template.content_format)));
+    let messages = input.messages.iter().map(|message| marker.value(&shaped(message, template.content_format)));
     variables.push(("messages".into(), Jinja::from(messages.collect::<Vec<_>>())));
-    let tools = input
-        .tools
-        .map(|tools| tools.iter().map(|tool| marker.value(tool)).collect::<Vec<_>>());
+    let tools = input.tools.map(|tools| tools.iter().map(|tool| marker.value(tool)).collect::<Vec<_>>());
     variables.push(("tools".into(), tools.map_or(Jinja::from(()), Jinja::from)));
     if input.extra.is_none_or(|extra| !extra.contains_key("documents")) {
         variables.push(("documents".into(), Jinja::from(())));
@@ -163,12 +147,7 @@ fn shaped(message: &Value, format: ContentFormat) -> Value {
         content => content,
     };
     fields.insert("content".into(), content);
-    for call in fields
-        .get_mut("tool_calls")
-        .and_then(Value::as_array_mut)
-        .into_iter()
-        .flatten()
-    {
+    for call in fields.get_mut("tool_calls").and_then(Value::as_array_mut).into_iter().flatten() {
         parse_arguments(call);
     }
     Value::Object(fields)
@@ -176,10 +155,8 @@ fn shaped(message: &Value, format: ContentFormat) -> Value {
 
 /// The text parts joined as by `\n`; content with other parts stays as it is.
 fn joined(parts: Vec<Value>) -> Value {
-    let texts: Option<Vec<&str>> = parts
-        .iter()
-        .map(|part| part.as_str().or_else(|| part.get("text").and_then(Value::as_str)))
-        .collect();
+    let texts: Option<Vec<&str>> =
+        parts.iter().map(|part| part.as_str().or_else(|| part.get("text").and_then(Value::as_str))).collect();
     match texts {
         Some(texts) => Value::String(texts.join("\n")),
         None => Value::Array(parts),
@@ -188,9 +165,7 @@ fn joined(parts: Vec<Value>) -> Value {
 
 /// Templates expect the arguments of a call as an object; the OpenAI form has them as a JSON string.
 fn parse_arguments(call: &mut Value) {
-    if let Some(arguments) = call
-        .get_mut("function")
-        .and_then(|function| function.get_mut("arguments"))
+    if let Some(arguments) = call.get_mut("function").and_then(|function| function.get_mut("arguments"))
         && let Some(text) = arguments.as_str()
         && let Ok(parsed @ Value::Object(_)) = serde_json::from_str(text)
     {
@@ -204,21 +179,13 @@ pub(super) fn detect_content_format(template: &ChatTemplate) -> ContentFormat {
     let render = |content: Value| -> Result<String, TextError> {
         let messages = [json!({"role": "user", "content": content})];
         let now = LocalTime::from_unix_seconds(0);
-        let input = ChatInput {
-            messages: &messages,
-            tools: None,
-            add_generation_prompt: true,
-            extra: None,
-            now,
-        };
+        let input = ChatInput { messages: &messages, tools: None, add_generation_prompt: true, extra: None, now };
         let guard = LiteralGuard::none();
         let context = build(template, &input, &Marker::idle(&guard));
         template.run(context, PROBE.len() + template.source.len())
     };
     let from_string = render(json!(PROBE)).ok().filter(|text| text.contains(PROBE));
-    let from_parts = render(json!([{"type": "text", "text": PROBE}]))
-        .ok()
-        .filter(|text| text.contains(PROBE));
+    let from_parts = render(json!([{"type": "text", "text": PROBE}])).ok().filter(|text| text.contains(PROBE));
     match (from_string, from_parts) {
         (Some(string), Some(parts)) if string == parts => ContentFormat::Either,
         (None, Some(_)) => ContentFormat::Parts,

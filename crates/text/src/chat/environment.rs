@@ -34,18 +34,13 @@ pub(super) fn build(source: &str) -> Result<Environment<'static>, TextError> {
     environment.add_filter("string", string);
     environment.add_filter("indent", indent);
     environment.add_test("iterable", is_iterable);
-    environment
-        .add_template_owned(NAME, without_generation_tags(source))
-        .map_err(|error| syntax_error(&error))?;
+    environment.add_template_owned(NAME, without_generation_tags(source)).map_err(|error| syntax_error(&error))?;
     Ok(environment)
 }
 
 fn syntax_error(error: &Error) -> TextError {
     let detail = error.detail().map_or_else(|| error.to_string(), str::to_owned);
-    TextError::TemplateSyntax {
-        line: error.line().unwrap_or(0),
-        detail,
-    }
+    TextError::TemplateSyntax { line: error.line().unwrap_or(0), detail }
 }
 
 fn raise_exception(message: &str) -> Result<Value, Error> {
@@ -67,10 +62,7 @@ fn is_iterable(value: &Value) -> bool {
 /// end of the text.
 fn indent(text: &str, positional: Rest<Value>, options: Kwargs) -> Result<String, Error> {
     let option = |name: &str, index: usize| -> Result<Option<Value>, Error> {
-        positional
-            .get(index)
-            .cloned()
-            .map_or_else(|| options.get::<Option<Value>>(name), |value| Ok(Some(value)))
+        positional.get(index).cloned().map_or_else(|| options.get::<Option<Value>>(name), |value| Ok(Some(value)))
     };
     let width = match option("width", 0)? {
         None => "    ".to_owned(),
@@ -94,10 +86,7 @@ fn indent(text: &str, positional: Rest<Value>, options: Kwargs) -> Result<String
 /// `json.dumps(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
 fn tojson(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<String, Error> {
     let option = |name: &str, index: usize| -> Result<Option<Value>, Error> {
-        let given = positional
-            .get(index)
-            .cloned()
-            .map_or_else(|| options.get::<Option<Value>>(name), |v| Ok(Some(v)));
+        let given = positional.get(index).cloned().map_or_else(|| options.get::<Option<Value>>(name), |v| Ok(Some(v)));
         Ok(given?.filter(|value| !value.is_none()))
     };
     let ensure_ascii = option("ensure_ascii", 0)?.is_some_and(|value| value.is_true());
@@ -109,23 +98,11 @@ fn tojson(value: &Value, positional: Rest<Value>, options: Kwargs) -> Result<Str
     let default_separator = if indent.is_some() { "," } else { ", " };
     let (item_separator, key_separator) = match option("separators", 2)? {
         None => (default_separator.to_owned(), ": ".to_owned()),
-        Some(pair) => (
-            pair.get_item_by_index(0)?.to_string(),
-            pair.get_item_by_index(1)?.to_string(),
-        ),
+        Some(pair) => (pair.get_item_by_index(0)?.to_string(), pair.get_item_by_index(1)?.to_string()),
     };
     let sort_keys = option("sort_keys", 3)?.is_some_and(|value| value.is_true());
     options.assert_all_used()?;
-    python::to_json(
-        value,
-        &JsonLayout {
-            indent,
-            item_separator,
-            key_separator,
-            ensure_ascii,
-            sort_keys,
-        },
-    )
+    python::to_json(value, &JsonLayout { indent, item_separator, key_separator, ensure_ascii, sort_keys })
 }
 
 /// `{% generation %}` only marks the assistant's words for training; its block renders as it stands.

@@ -79,12 +79,8 @@ impl ChatTemplate {
     pub fn new(source: Option<&str>, tokens: TemplateTokens) -> Result<Self, TextError> {
         let source = source.ok_or(TextError::NoTemplate)?;
         let environment = environment::build(source)?;
-        let mut template = Self {
-            environment,
-            source: source.to_owned(),
-            tokens,
-            content_format: ContentFormat::AsGiven,
-        };
+        let mut template =
+            Self { environment, source: source.to_owned(), tokens, content_format: ContentFormat::AsGiven };
         template.content_format = context::detect_content_format(&template);
         Ok(template)
     }
@@ -126,22 +122,15 @@ impl ChatTemplate {
         // Cloning is cheap (shared parts); the fuel of an environment is fixed, and here it depends on the input.
         let mut environment = self.environment.clone();
         environment.set_fuel(Some(fuel));
-        let template = environment
-            .get_template(environment::NAME)
-            .map_err(|error| failed(&error, fuel))?;
-        let mut output = BoundedOutput {
-            bytes: Vec::new(),
-            limit,
-        };
+        let template = environment.get_template(environment::NAME).map_err(|error| failed(&error, fuel))?;
+        let mut output = BoundedOutput { bytes: Vec::new(), limit };
         match template.render_captured_to(context, &mut output) {
             Ok(_) => {}
             Err(_) if output.bytes.len() > limit => return Err(TextError::TemplateOutputTooLong { limit }),
             Err(error) => return Err(failed(&error, fuel)),
         }
-        String::from_utf8(output.bytes).map_err(|error| TextError::TemplateFailed {
-            line: 0,
-            detail: error.to_string(),
-        })
+        String::from_utf8(output.bytes)
+            .map_err(|error| TextError::TemplateFailed { line: 0, detail: error.to_string() })
     }
 }
 
@@ -173,18 +162,11 @@ fn failed(error: &minijinja::Error, fuel: u64) -> TextError {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     while let Some(current) = cause {
         if let Some(raised) = current.downcast_ref::<environment::Raised>() {
-            return TextError::TemplateRaised {
-                message: raised.0.clone(),
-            };
+            return TextError::TemplateRaised { message: raised.0.clone() };
         }
         cause = current.source();
     }
-    let detail = error.detail().map_or_else(
-        || error.kind().to_string(),
-        |detail| format!("{}: {detail}", error.kind()),
-    );
-    TextError::TemplateFailed {
-        line: error.line().unwrap_or(0),
-        detail,
-    }
+    let detail =
+        error.detail().map_or_else(|| error.kind().to_string(), |detail| format!("{}: {detail}", error.kind()));
+    TextError::TemplateFailed { line: error.line().unwrap_or(0), detail }
 }

@@ -22,10 +22,7 @@ pub(super) fn write_str(out: &mut impl Write, value: &Value) -> Result<(), Error
 
 fn write_repr(out: &mut impl Write, value: &Value, depth: usize) -> Result<(), Error> {
     if depth > DEPTH_MAX {
-        return Err(Error::new(
-            ErrorKind::InvalidOperation,
-            "value is nested too deeply to be written",
-        ));
+        return Err(Error::new(ErrorKind::InvalidOperation, "value is nested too deeply to be written"));
     }
     match value.kind() {
         ValueKind::None => out.write_str("None")?,
@@ -72,8 +69,7 @@ fn write_number(out: &mut impl Write, value: &Value) -> Result<(), Error> {
     if value.is_integer() {
         return write!(out, "{value}").map_err(Error::from);
     }
-    out.write_str(&float(f64::try_from(value.clone())?))
-        .map_err(Error::from)
+    out.write_str(&float(f64::try_from(value.clone())?)).map_err(Error::from)
 }
 
 /// `repr(float)`: shortest digits; an exponent from 1e16 up and below 1e-4, of at least two digits.
@@ -96,11 +92,7 @@ fn float(number: f64) -> String {
 }
 
 fn write_quoted(out: &mut impl Write, text: &str) -> Result<(), Error> {
-    let quote = if text.contains('\'') && !text.contains('"') {
-        '"'
-    } else {
-        '\''
-    };
+    let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.write_char(quote)?;
     for c in text.chars() {
         match c {
@@ -141,10 +133,7 @@ pub(super) fn to_json(value: &Value, layout: &JsonLayout) -> Result<String, Erro
 
 fn write_json(out: &mut String, value: &Value, layout: &JsonLayout, depth: usize) -> Result<(), Error> {
     if depth > DEPTH_MAX {
-        return Err(Error::new(
-            ErrorKind::InvalidOperation,
-            "value is nested too deeply for tojson",
-        ));
+        return Err(Error::new(ErrorKind::InvalidOperation, "value is nested too deeply for tojson"));
     }
     match value.kind() {
         ValueKind::None => out.push_str("null"),
@@ -267,10 +256,7 @@ mod tests {
     #[test]
     fn values_like_python() {
         let value = Value::from_pairs([
-            (
-                "it's".to_owned(),
-                Value::from(vec![Value::from(()), Value::from(true), Value::from(1.0)]),
-            ),
+            ("it's".to_owned(), Value::from(vec![Value::from(()), Value::from(true), Value::from(1.0)])),
             ("q\"'\n\u{1}".to_owned(), Value::from("é")),
         ]);
         let mut text = String::new();

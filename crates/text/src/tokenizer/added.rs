@@ -71,10 +71,7 @@ impl AddedTokens {
 
     /// The control tokens' literals.
     pub fn special_literals(&self) -> impl Iterator<Item = &str> {
-        self.tokens
-            .iter()
-            .filter(|token| token.special)
-            .map(|token| token.content.as_str())
+        self.tokens.iter().filter(|token| token.special).map(|token| token.content.as_str())
     }
 
     /// Cuts `text` into fragments that together cover it (but for white space that tokens swallow). A control token
@@ -96,16 +93,8 @@ impl AddedTokens {
             if token.single_word && touches_word(text, &found) {
                 continue;
             }
-            let start = if token.lstrip {
-                text[done..found.start].trim_end().len() + done
-            } else {
-                found.start
-            };
-            let end = if token.rstrip {
-                text.len() - text[found.end..].trim_start().len()
-            } else {
-                found.end
-            };
+            let start = if token.lstrip { text[done..found.start].trim_end().len() + done } else { found.start };
+            let end = if token.rstrip { text.len() - text[found.end..].trim_start().len() } else { found.end };
             if done < start {
                 fragments.push(Fragment::Text(done..start));
             }
@@ -129,20 +118,12 @@ impl Searcher {
         let automaton = AhoCorasickBuilder::new()
             .match_kind(MatchKind::LeftmostLongest)
             .build(indices.iter().map(|&i| &tokens[i].content))
-            .map_err(|error| TextError::BadVocabulary {
-                field: "added tokens",
-                detail: error.to_string(),
-            })?;
-        Ok(Some(Self {
-            automaton,
-            tokens: indices,
-        }))
+            .map_err(|error| TextError::BadVocabulary { field: "added tokens", detail: error.to_string() })?;
+        Ok(Some(Self { automaton, tokens: indices }))
     }
 
     fn find<'a>(&self, tokens: &'a [AddedToken], text: &str, from: usize) -> Option<(&'a AddedToken, Range<usize>)> {
-        let found = self
-            .automaton
-            .find(Input::new(text).range(from..).anchored(Anchored::No))?;
+        let found = self.automaton.find(Input::new(text).range(from..).anchored(Anchored::No))?;
         Some((&tokens[self.tokens[found.pattern().as_usize()]], found.range()))
     }
 }
@@ -185,13 +166,8 @@ impl LiteralGuard {
         let automaton = AhoCorasickBuilder::new()
             .match_kind(MatchKind::Standard)
             .build(literals)
-            .map_err(|error| TextError::BadVocabulary {
-                field: "added tokens",
-                detail: error.to_string(),
-            })?;
-        Ok(Self {
-            automaton: Some(automaton),
-        })
+            .map_err(|error| TextError::BadVocabulary { field: "added tokens", detail: error.to_string() })?;
+        Ok(Self { automaton: Some(automaton) })
     }
 
     /// A guard that finds nothing, for templates that are rendered without a tokenizer.
@@ -201,9 +177,7 @@ impl LiteralGuard {
 
     /// Whether `text` holds any literal. Linear in `text`.
     pub(crate) fn is_needed(&self, text: &str) -> bool {
-        self.automaton
-            .as_ref()
-            .is_some_and(|automaton| automaton.is_match(text))
+        self.automaton.as_ref().is_some_and(|automaton| automaton.is_match(text))
     }
 
     /// A copy of `text` with `mark` put after the first character of every literal in it, overlapping ones included.
@@ -211,10 +185,8 @@ impl LiteralGuard {
         let Some(automaton) = &self.automaton else {
             return text.to_owned();
         };
-        let mut places: Vec<usize> = automaton
-            .find_overlapping_iter(text)
-            .map(|found| next_boundary(text, found.start()))
-            .collect();
+        let mut places: Vec<usize> =
+            automaton.find_overlapping_iter(text).map(|found| next_boundary(text, found.start())).collect();
         places.sort_unstable();
         places.dedup();
         let mut marked = String::with_capacity(text.len() + places.len() * mark.len_utf8());
@@ -235,23 +207,12 @@ mod tests {
     use super::*;
 
     fn token(id: u32, content: &str, special: bool) -> AddedToken {
-        AddedToken {
-            id,
-            content: content.into(),
-            special,
-            lstrip: false,
-            rstrip: false,
-            single_word: false,
-        }
+        AddedToken { id, content: content.into(), special, lstrip: false, rstrip: false, single_word: false }
     }
 
     fn ids(fragments: &[Fragment]) -> Vec<u32> {
         let id = |f: &Fragment| {
-            if let Fragment::Token(id, _) = f {
-                Some(*id)
-            } else {
-                None
-            }
+            if let Fragment::Token(id, _) = f { Some(*id) } else { None }
         };
         fragments.iter().filter_map(id).collect()
     }

@@ -34,9 +34,7 @@ pub(super) struct ByteAlphabet {
 
 impl ByteAlphabet {
     pub fn new() -> Self {
-        Self {
-            bytes: byte_characters().into_iter().zip(0..=255).collect(),
-        }
+        Self { bytes: byte_characters().into_iter().zip(0..=255).collect() }
     }
 
     /// The bytes of `token`; a token with a character outside the alphabet stands for its own UTF-8, as in the
@@ -110,24 +108,14 @@ impl ByteBpe {
             };
             // A token may itself begin with a space, so the separator is sought from the second character on.
             let first_len = line.chars().next().map_or(0, char::len_utf8);
-            let space = line[first_len..]
-                .find(' ')
-                .map(|at| at + first_len)
-                .ok_or_else(|| bad("has no separator"))?;
+            let space = line[first_len..].find(' ').map(|at| at + first_len).ok_or_else(|| bad("has no separator"))?;
             let (left, right) = (&line[..space], &line[space + 1..]);
             joined.clear();
             joined.push_str(left);
             joined.push_str(right);
-            let id = |text: &str| {
-                tokens
-                    .get(text)
-                    .copied()
-                    .ok_or_else(|| bad(&format!("needs token {text:?}")))
-            };
+            let id = |text: &str| tokens.get(text).copied().ok_or_else(|| bad(&format!("needs token {text:?}")));
             let rank = u32::try_from(index).map_err(|_| bad("is one too many"))?;
-            ranks
-                .entry(pair(id(left)?, id(right)?))
-                .or_insert(Joined { rank, id: id(&joined)? });
+            ranks.entry(pair(id(left)?, id(right)?)).or_insert(Joined { rank, id: id(&joined)? });
         }
         let mut byte_ids = [NONE; 256];
         let mut buffer = [0_u8; 4];
@@ -138,17 +126,9 @@ impl ByteBpe {
         }
         let whole_words = splitter.whole_words_first().then(|| {
             let alphabet = ByteAlphabet::new();
-            tokens
-                .iter()
-                .map(|(text, &id)| (alphabet.decode(text).into_boxed_slice(), id))
-                .collect()
+            tokens.iter().map(|(text, &id)| (alphabet.decode(text).into_boxed_slice(), id)).collect()
         });
-        Ok(Self {
-            splitter,
-            byte_ids,
-            merges: Merges(ranks),
-            whole_words,
-        })
+        Ok(Self { splitter, byte_ids, merges: Merges(ranks), whole_words })
     }
 
     /// Appends the ids of `text`, which holds no special tokens. A byte without a token (some vocabularies lack a few
@@ -156,8 +136,7 @@ impl ByteBpe {
     /// token, which a user's text must not become.
     pub fn encode(&self, text: &str, ids: &mut Vec<u32>) {
         let mut workspace = Workspace::default();
-        self.splitter
-            .split(text, &mut |word| self.encode_word(word.as_bytes(), &mut workspace, ids));
+        self.splitter.split(text, &mut |word| self.encode_word(word.as_bytes(), &mut workspace, ids));
     }
 
     fn encode_word(&self, word: &[u8], workspace: &mut Workspace, ids: &mut Vec<u32>) {

@@ -83,9 +83,7 @@ pub(super) fn build(vocabulary: &GgufVocabulary) -> Result<Tokenizer, TextError>
         "gpt2" => true,
         "llama" => false,
         model => {
-            return Err(TextError::UnknownModel {
-                model: model.to_owned(),
-            });
+            return Err(TextError::UnknownModel { model: model.to_owned() });
         }
     };
     let (engine, add_bos, adds_space_prefix) = if is_byte_level {
@@ -94,14 +92,7 @@ pub(super) fn build(vocabulary: &GgufVocabulary) -> Result<Tokenizer, TextError>
         (Engine::ByteBpe(byte_bpe(vocabulary, splitter)?), add_bos, false)
     } else {
         let adds_space_prefix = vocabulary.add_space_prefix.unwrap_or(true);
-        (
-            Engine::ScoredBpe {
-                model: scored_bpe(vocabulary, &kinds)?,
-                adds_space_prefix,
-            },
-            true,
-            adds_space_prefix,
-        )
+        (Engine::ScoredBpe { model: scored_bpe(vocabulary, &kinds)?, adds_space_prefix }, true, adds_space_prefix)
     };
     let added = AddedTokens::new(added_tokens(vocabulary, &kinds))?;
     Ok(Tokenizer {
@@ -118,17 +109,11 @@ fn kinds(vocabulary: &GgufVocabulary) -> Result<Vec<Kind>, TextError> {
     let num_tokens = vocabulary.tokens.len();
     if num_tokens == 0 || u32::try_from(num_tokens).is_err() {
         let detail = format!("{num_tokens} tokens");
-        return Err(TextError::BadVocabulary {
-            field: "tokenizer.ggml.tokens",
-            detail,
-        });
+        return Err(TextError::BadVocabulary { field: "tokenizer.ggml.tokens", detail });
     }
     if !vocabulary.token_types.is_empty() && vocabulary.token_types.len() != num_tokens {
         let detail = format!("{} entries for {num_tokens} tokens", vocabulary.token_types.len());
-        return Err(TextError::BadVocabulary {
-            field: "tokenizer.ggml.token_type",
-            detail,
-        });
+        return Err(TextError::BadVocabulary { field: "tokenizer.ggml.token_type", detail });
     }
     let kind = |(id, token): (usize, &String)| match vocabulary.token_types.get(id) {
         Some(4 | 5) if *token == format!("[PAD{id}]") => Ok(Kind::Filler),
@@ -155,10 +140,7 @@ fn ends_answer(vocabulary: &GgufVocabulary, id: usize, token: &str) -> bool {
 
 /// Ids that [`kinds`] has shown to fit in 32 bits, with their texts and kinds.
 fn by_id<'a>(vocabulary: &'a GgufVocabulary, kinds: &'a [Kind]) -> impl Iterator<Item = (u32, &'a str, Kind)> {
-    (0..)
-        .zip(&vocabulary.tokens)
-        .zip(kinds)
-        .map(|((id, text), &kind)| (id, text.as_str(), kind))
+    (0..).zip(&vocabulary.tokens).zip(kinds).map(|((id, text), &kind)| (id, text.as_str(), kind))
 }
 
 fn byte_bpe(vocabulary: &GgufVocabulary, splitter: Splitter) -> Result<ByteBpe, TextError> {
@@ -168,25 +150,15 @@ fn byte_bpe(vocabulary: &GgufVocabulary, splitter: Splitter) -> Result<ByteBpe, 
     }
     if vocabulary.merges.is_empty() {
         let detail = "missing, but the gpt2 model needs it".to_owned();
-        return Err(TextError::BadVocabulary {
-            field: "tokenizer.ggml.merges",
-            detail,
-        });
+        return Err(TextError::BadVocabulary { field: "tokenizer.ggml.merges", detail });
     }
     ByteBpe::new(splitter, &ids, &vocabulary.merges)
 }
 
 fn scored_bpe(vocabulary: &GgufVocabulary, kinds: &[Kind]) -> Result<ScoredBpe, TextError> {
     if vocabulary.scores.len() != vocabulary.tokens.len() {
-        let detail = format!(
-            "{} entries for {} tokens",
-            vocabulary.scores.len(),
-            vocabulary.tokens.len()
-        );
-        return Err(TextError::BadVocabulary {
-            field: "tokenizer.ggml.scores",
-            detail,
-        });
+        let detail = format!("{} entries for {} tokens", vocabulary.scores.len(), vocabulary.tokens.len());
+        return Err(TextError::BadVocabulary { field: "tokenizer.ggml.scores", detail });
     }
     let mut byte_ids = [NONE; 256];
     for (id, text, kind) in by_id(vocabulary, kinds) {
@@ -207,11 +179,7 @@ fn scored_bpe(vocabulary: &GgufVocabulary, kinds: &[Kind]) -> Result<ScoredBpe, 
 /// Adds each token's score.
 trait ZipScores<'a>: Iterator<Item = (u32, &'a str, Kind)> + Sized {
     fn zip_scores(self, scores: &'a [f32]) -> impl Iterator<Item = ScoredToken<'a>> {
-        self.map(|(id, text, _)| ScoredToken {
-            text,
-            id,
-            score: scores[id as usize],
-        })
+        self.map(|(id, text, _)| ScoredToken { text, id, score: scores[id as usize] })
     }
 }
 
@@ -220,11 +188,7 @@ impl<'a, I: Iterator<Item = (u32, &'a str, Kind)>> ZipScores<'a> for I {}
 /// The byte that `<0xXX>` stands for.
 pub(super) fn byte_token(text: &str) -> Option<u8> {
     let digits = text.strip_prefix("<0x")?.strip_suffix('>')?;
-    if digits.len() == 2 {
-        u8::from_str_radix(digits, 16).ok()
-    } else {
-        None
-    }
+    if digits.len() == 2 { u8::from_str_radix(digits, 16).ok() } else { None }
 }
 
 fn added_tokens(vocabulary: &GgufVocabulary, kinds: &[Kind]) -> Vec<AddedToken> {
@@ -264,10 +228,9 @@ fn token_bytes(vocabulary: &GgufVocabulary, kinds: &[Kind], is_byte_level: bool)
 
 fn special_ids(vocabulary: &GgufVocabulary, kinds: &[Kind], add_bos: bool) -> Result<SpecialIds, TextError> {
     let checked = |field: &'static str, id: Option<u32>| match id {
-        Some(id) if id as usize >= kinds.len() => Err(TextError::BadVocabulary {
-            field,
-            detail: format!("id {id} is beyond the {} tokens", kinds.len()),
-        }),
+        Some(id) if id as usize >= kinds.len() => {
+            Err(TextError::BadVocabulary { field, detail: format!("id {id} is beyond the {} tokens", kinds.len()) })
+        }
         id => Ok(id),
     };
     let eos = checked("tokenizer.ggml.eos_token_id", vocabulary.eos)?;

@@ -62,9 +62,7 @@ impl Library {
         let mut pieces = PreTokenizedString::from(text);
         self.pre_tokenize(&mut pieces, fragments, special, guards)
             .and_then(|()| pieces.tokenize(|piece| self.tokenizer.get_model().tokenize(piece.get())))
-            .map_err(|error| TextError::Encode {
-                detail: error.to_string(),
-            })?;
+            .map_err(|error| TextError::Encode { detail: error.to_string() })?;
         let splits = pieces.get_splits(OffsetReferential::Normalized, OffsetType::None);
         let tokens = splits.iter().filter_map(|(_, _, tokens)| tokens.as_ref());
         Ok(tokens.flatten().map(|token| token.id).collect())
@@ -116,9 +114,7 @@ fn normalized_guards(piece: &NormalizedString, guards: &[usize]) -> Vec<usize> {
     let inside = guards.iter().filter(|&&guard| start <= guard && guard < end);
     let places = inside.filter_map(|&guard| {
         let at = guard - start;
-        piece
-            .convert_offsets(NormalizedRange::Original(at..at + 1))
-            .map(|range| range.start)
+        piece.convert_offsets(NormalizedRange::Original(at..at + 1)).map(|range| range.start)
     });
     places.collect()
 }
@@ -135,10 +131,7 @@ pub(super) fn build(tokenizer_json: &[u8], options: &HfTokenizerOptions) -> Resu
     let vocabulary = token_bytes(&library, &decoder)?;
     let ids = special_ids(&library, options, vocabulary.special.len())?;
     Ok(Tokenizer {
-        engine: Engine::Library(Box::new(Library {
-            tokenizer: library,
-            normalized: normalized_added,
-        })),
+        engine: Engine::Library(Box::new(Library { tokenizer: library, normalized: normalized_added })),
         added: raw_added,
         guard,
         vocabulary,
@@ -154,22 +147,15 @@ fn added_tokens(
 ) -> Result<(Vec<AddedToken>, Vec<AddedToken>), TextError> {
     let (mut raw, mut normalized) = (Vec::new(), Vec::new());
     for (index, entry) in json["added_tokens"].as_array().into_iter().flatten().enumerate() {
-        let bad = |what: &str| TextError::BadTokenizerJson {
-            detail: format!("added_tokens[{index}]: {what}"),
-        };
+        let bad = |what: &str| TextError::BadTokenizerJson { detail: format!("added_tokens[{index}]: {what}") };
         let flag = |name: &str| entry[name].as_bool().unwrap_or(false);
-        let mut content = entry["content"]
-            .as_str()
-            .ok_or_else(|| bad("content is missing"))?
-            .to_owned();
+        let mut content = entry["content"].as_str().ok_or_else(|| bad("content is missing"))?.to_owned();
         // The library may have renumbered a token that its model knows under another id, so it is asked.
         let id = library.token_to_id(&content).ok_or_else(|| bad("has no id"))?;
         let is_normalized = flag("normalized");
         if let (true, Some(normalizer)) = (is_normalized, library.get_normalizer()) {
             let mut form = NormalizedString::from(content.as_str());
-            normalizer
-                .normalize(&mut form)
-                .map_err(|error| bad(&error.to_string()))?;
+            normalizer.normalize(&mut form).map_err(|error| bad(&error.to_string()))?;
             form.get().clone_into(&mut content);
         }
         let token = AddedToken {
@@ -196,12 +182,7 @@ struct TokenDecoder {
 
 impl TokenDecoder {
     fn read(json: &Value) -> Result<Self, TextError> {
-        let mut decoder = Self {
-            byte_level: None,
-            space: None,
-            byte_fallback: false,
-            drops_leading_space: false,
-        };
+        let mut decoder = Self { byte_level: None, space: None, byte_fallback: false, drops_leading_space: false };
         let described = &json["decoder"];
         let steps = match described["type"].as_str() {
             Some("Sequence") => described["decoders"].as_array().map(Vec::as_slice).unwrap_or_default(),
@@ -228,10 +209,8 @@ impl TokenDecoder {
             Some("Metaspace") => {
                 self.space = Some(text(&step["replacement"]));
                 let scheme = step["prepend_scheme"].as_str();
-                self.drops_leading_space = scheme
-                    .map_or(step["add_prefix_space"].as_bool().unwrap_or(true), |scheme| {
-                        scheme != "never"
-                    });
+                self.drops_leading_space =
+                    scheme.map_or(step["add_prefix_space"].as_bool().unwrap_or(true), |scheme| scheme != "never");
             }
             _ => {
                 let detail = format!("decoder step {step} is not supported");
@@ -282,20 +261,13 @@ fn special_ids(
 ) -> Result<SpecialIds, TextError> {
     let id = |name: &str, text: &Option<String>| match text {
         None => Ok(None),
-        Some(text) => library
-            .token_to_id(text)
-            .map(Some)
-            .ok_or_else(|| TextError::BadTokenizerJson {
-                detail: format!("{name} {text:?} of tokenizer_config.json is no token"),
-            }),
+        Some(text) => library.token_to_id(text).map(Some).ok_or_else(|| TextError::BadTokenizerJson {
+            detail: format!("{name} {text:?} of tokenizer_config.json is no token"),
+        }),
     };
     let bos = id("bos_token", &options.bos_token)?;
     let eos = id("eos_token", &options.eos_token)?;
-    let in_vocabulary = options
-        .eos_token_ids
-        .iter()
-        .copied()
-        .filter(|&id| (id as usize) < num_tokens);
+    let in_vocabulary = options.eos_token_ids.iter().copied().filter(|&id| (id as usize) < num_tokens);
     let mut end_of_generation: BTreeSet<u32> = in_vocabulary.collect();
     end_of_generation.extend(eos);
     Ok(SpecialIds {

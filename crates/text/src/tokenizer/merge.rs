@@ -57,20 +57,11 @@ impl Workspace {
             last.next = index;
         }
         let previous = index.checked_sub(1).unwrap_or(NONE);
-        self.symbols.push(Symbol {
-            start,
-            len,
-            id,
-            previous,
-            next: NONE,
-        });
+        self.symbols.push(Symbol { start, len, id, previous, next: NONE });
     }
 
     /// Number of symbols pushed; the tokenizer accepts no text of more bytes than 32 bits count.
-    #[allow(
-        clippy::cast_possible_truncation,
-        reason = "a symbol has at least one byte, and texts are shorter"
-    )]
+    #[allow(clippy::cast_possible_truncation, reason = "a symbol has at least one byte, and texts are shorter")]
     fn len(&self) -> u32 {
         self.symbols.len() as u32
     }
@@ -110,12 +101,7 @@ impl Workspace {
     fn propose(&mut self, text: &[u8], rules: &impl Join, left: u32, right: u32) {
         let (l, r) = (&self.symbols[left as usize], &self.symbols[right as usize]);
         if let Some(Joined { rank, id }) = rules.join(text, l, r) {
-            self.queue.push(Candidate {
-                rank,
-                left,
-                len: l.len + r.len,
-                id,
-            });
+            self.queue.push(Candidate { rank, left, len: l.len + r.len, id });
         }
     }
 

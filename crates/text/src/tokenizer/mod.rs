@@ -75,11 +75,7 @@ impl Vocabulary {
     fn with_capacity(num_tokens: usize) -> Self {
         let mut offsets = Vec::with_capacity(num_tokens + 1);
         offsets.push(0);
-        Self {
-            bytes: Vec::with_capacity(num_tokens * 8),
-            offsets,
-            special: Vec::with_capacity(num_tokens),
-        }
+        Self { bytes: Vec::with_capacity(num_tokens * 8), offsets, special: Vec::with_capacity(num_tokens) }
     }
 
     fn push(&mut self, bytes: &[u8], special: bool) {
@@ -130,11 +126,7 @@ impl Tokenizer {
     /// As [`Tokenizer::encode`].
     pub fn encode_completion(&self, text: &str) -> Result<Vec<u32>, TextError> {
         let mut ids = self.encode(text, Special::Parse)?;
-        if let Some(bos) = self
-            .ids
-            .bos
-            .filter(|&bos| self.ids.add_bos && ids.first() != Some(&bos))
-        {
+        if let Some(bos) = self.ids.bos.filter(|&bos| self.ids.add_bos && ids.first() != Some(&bos)) {
             ids.insert(0, bos);
         }
         Ok(ids)
@@ -151,10 +143,7 @@ impl Tokenizer {
 
     fn encode_guarded(&self, text: &str, special: Special, guards: &[usize]) -> Result<Vec<u32>, TextError> {
         if text.len() > TEXT_LEN_MAX {
-            return Err(TextError::TextTooLong {
-                len: text.len(),
-                max: TEXT_LEN_MAX,
-            });
+            return Err(TextError::TextTooLong { len: text.len(), max: TEXT_LEN_MAX });
         }
         let fragments = self.added.partition(text, special, guards);
         if let Engine::Library(library) = &self.engine {
@@ -179,15 +168,8 @@ impl Tokenizer {
                 model.encode(text, ids);
                 Ok(())
             }
-            Engine::ScoredBpe {
-                model,
-                adds_space_prefix,
-            } => {
-                let prefix = if *adds_space_prefix && after_token {
-                    scored_bpe::SPACE
-                } else {
-                    ""
-                };
+            Engine::ScoredBpe { model, adds_space_prefix } => {
+                let prefix = if *adds_space_prefix && after_token { scored_bpe::SPACE } else { "" };
                 let mut spaced = String::with_capacity(text.len() + text.len() / 4 + 3);
                 spaced.push_str(prefix);
                 for part in text.split_inclusive(' ') {

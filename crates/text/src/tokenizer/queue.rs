@@ -65,12 +65,8 @@ impl Queue {
         if lists.taken == lists.current.len() && self.heap.is_empty() {
             let (rank, mut list) = lists.waiting.pop_first()?;
             list.sort();
-            *lists = RankLists {
-                waiting: std::mem::take(&mut lists.waiting),
-                current: list,
-                taken: 0,
-                rank: Some(rank),
-            };
+            *lists =
+                RankLists { waiting: std::mem::take(&mut lists.waiting), current: list, taken: 0, rank: Some(rank) };
         }
         match (lists.current.get(lists.taken), self.heap.peek()) {
             (Some(next), Some(Reverse(late))) if late < next => {}
@@ -93,9 +89,7 @@ mod tests {
     fn lists_and_heap_give_the_same_order() {
         let mut seed = 5_u64;
         let mut random = move |n: u32| {
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (seed >> 40) as u32 % n
         };
         let (mut short, mut long) = (Queue::default(), Queue::default());
@@ -103,12 +97,7 @@ mod tests {
         long.reset(1 << 20);
         for round in 0..20_000 {
             if random(5) < 3 - (round > 10_000) as u32 {
-                let candidate = Candidate {
-                    rank: random(20),
-                    left: random(1000),
-                    len: random(9),
-                    id: 0,
-                };
+                let candidate = Candidate { rank: random(20), left: random(1000), len: random(9), id: 0 };
                 short.push(candidate);
                 long.push(candidate);
             } else {

@@ -42,9 +42,7 @@ impl Join for Pieces {
         if len > self.len_max {
             return None;
         }
-        self.by_text
-            .get(&text[left.start as usize..(left.start + len) as usize])
-            .copied()
+        self.by_text.get(&text[left.start as usize..(left.start + len) as usize]).copied()
     }
 }
 
@@ -70,19 +68,10 @@ impl ScoredBpe {
                 detail: format!("token {} is {} bytes long", token.id, token.text.len()),
             })?;
             len_max = len_max.max(len);
-            by_text
-                .entry(token.text.as_bytes().into())
-                .or_insert(Joined { rank, id: token.id });
+            by_text.entry(token.text.as_bytes().into()).or_insert(Joined { rank, id: token.id });
         }
-        let words_are_independent = tokens
-            .iter()
-            .all(|token| !token.text.trim_start_matches(SPACE).contains(SPACE));
-        Ok(Self {
-            pieces: Pieces { by_text, len_max },
-            byte_ids,
-            unknown,
-            words_are_independent,
-        })
+        let words_are_independent = tokens.iter().all(|token| !token.text.trim_start_matches(SPACE).contains(SPACE));
+        Ok(Self { pieces: Pieces { by_text, len_max }, byte_ids, unknown, words_are_independent })
     }
 
     /// Appends the ids of `text`, in which spaces have become `▁`.
@@ -93,11 +82,7 @@ impl ScoredBpe {
         let mut workspace = Workspace::default();
         let mut rest = text;
         while !rest.is_empty() {
-            let (word, tail) = rest.split_at(if self.words_are_independent {
-                word_len(rest)
-            } else {
-                rest.len()
-            });
+            let (word, tail) = rest.split_at(if self.words_are_independent { word_len(rest) } else { rest.len() });
             self.encode_word(word, text.len() - rest.len(), &mut workspace, ids)?;
             rest = tail;
         }
@@ -130,10 +115,7 @@ impl ScoredBpe {
             if bytes.iter().all(|&byte| self.byte_ids[usize::from(byte)] != NONE) {
                 ids.extend(bytes.iter().map(|&byte| self.byte_ids[usize::from(byte)]));
             } else {
-                ids.push(self.unknown.ok_or(TextError::Unencodable {
-                    byte: bytes[0],
-                    offset: offset + start,
-                })?);
+                ids.push(self.unknown.ok_or(TextError::Unencodable { byte: bytes[0], offset: offset + start })?);
             }
         }
         Ok(())

@@ -61,11 +61,7 @@ impl Splitter {
                 &[(QWEN2, LeavesOneUnlessLineBreak)]
             }
             Some("qwen35") => &[(QWEN35, LeavesOneUnlessLineBreak)],
-            Some("falcon") => &[
-                (r"[\p{P}\$\+<=>\^~\|`]+", Whole),
-                (GPT2, LeavesOne),
-                ("[0-9][0-9][0-9]", Whole),
-            ],
+            Some("falcon") => &[(r"[\p{P}\$\+<=>\^~\|`]+", Whole), (GPT2, LeavesOne), ("[0-9][0-9][0-9]", Whole)],
             Some("deepseek-coder") => &[
                 (r"[\r\n]", Whole),
                 (r"\s?\p{L}+", Whole),
@@ -73,12 +69,9 @@ impl Splitter {
                 ("[一-龥ࠀ-一가-\u{D7FF}]+", Whole),
                 (r"\p{N}", Whole),
             ],
-            Some("default") => &[
-                (r"[\p{P}\$\+<=>\^~\|]+", Whole),
-                (GPT2, LeavesOne),
-                (r"\p{N}+", Whole),
-                ("[0-9][0-9][0-9]", Whole),
-            ],
+            Some("default") => {
+                &[(r"[\p{P}\$\+<=>\^~\|]+", Whole), (GPT2, LeavesOne), (r"\p{N}+", Whole), ("[0-9][0-9][0-9]", Whole)]
+            }
             other => {
                 let pre = other.map_or_else(|| "(missing)".to_owned(), |name| format!("{name:?}"));
                 return Err(TextError::UnknownPreTokenizer { pre });
@@ -86,15 +79,8 @@ impl Splitter {
         };
         let is_llama3 = rules.first().is_some_and(|(pattern, _)| *pattern == LLAMA3);
         let named_like_llama3 = is_llama3 && !matches!(pre, Some("dbrx" | "smaug-bpe"));
-        let stages = rules
-            .iter()
-            .map(|&(pattern, run)| stage(pattern, run))
-            .collect::<Result<_, _>>()?;
-        Ok(Self {
-            stages,
-            whole_words_first: named_like_llama3,
-            adds_bos: named_like_llama3,
-        })
+        let stages = rules.iter().map(|&(pattern, run)| stage(pattern, run)).collect::<Result<_, _>>()?;
+        Ok(Self { stages, whole_words_first: named_like_llama3, adds_bos: named_like_llama3 })
     }
 
     /// Whether a word that is a token stays one token, whatever the merges would make of it.
@@ -184,10 +170,7 @@ mod tests {
 
     fn check(pre: &str, rules: &[&str]) {
         let splitter = Splitter::named(Some(pre)).unwrap();
-        let rules: Vec<_> = rules
-            .iter()
-            .map(|rule| fancy_regex::Regex::new(rule).unwrap())
-            .collect();
+        let rules: Vec<_> = rules.iter().map(|rule| fancy_regex::Regex::new(rule).unwrap()).collect();
         let alphabet = [
             " ", "\n", "\t", "\r", "a", "B", "é", "'", "s", "LL", "7", "½", "漢", "\u{301}", "!", "\u{a0}", "\u{3000}",
             "😀", "`", "$", "\u{85}",
@@ -195,9 +178,7 @@ mod tests {
         let mut seed = 42_u64;
         for _ in 0..20_000 {
             let mut text = String::new();
-            seed = seed
-                .wrapping_mul(6_364_136_223_846_793_005)
-                .wrapping_add(1_442_695_040_888_963_407);
+            seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             for i in 0..(seed >> 60) {
                 seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(i | 1);
                 text.push_str(alphabet[(seed >> 33) as usize % alphabet.len()]);

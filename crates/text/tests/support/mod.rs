@@ -37,20 +37,11 @@ pub fn json(path: &Path) -> Value {
 }
 
 pub fn json_lines(path: &Path) -> Vec<Value> {
-    std::fs::read_to_string(path)
-        .unwrap()
-        .lines()
-        .map(|line| serde_json::from_str(line).unwrap())
-        .collect()
+    std::fs::read_to_string(path).unwrap().lines().map(|line| serde_json::from_str(line).unwrap()).collect()
 }
 
 pub fn ids(value: &Value) -> Vec<u32> {
-    value
-        .as_array()
-        .unwrap()
-        .iter()
-        .map(|id| u32::try_from(id.as_u64().unwrap()).unwrap())
-        .collect()
+    value.as_array().unwrap().iter().map(|id| u32::try_from(id.as_u64().unwrap()).unwrap()).collect()
 }
 
 /// The tokenizer of a zoo model, from its Hugging Face files.
@@ -106,25 +97,13 @@ pub fn gguf_vocabulary(bytes: &[u8]) -> GgufVocabulary {
     let fields = gguf_fields(bytes);
     let name = |key: &str| format!("tokenizer.ggml.{key}");
     let text = |key: &str| {
-        if let Some(Field::Text(text)) = fields.get(&name(key)) {
-            Some(text.clone())
-        } else {
-            None
-        }
+        if let Some(Field::Text(text)) = fields.get(&name(key)) { Some(text.clone()) } else { None }
     };
     let texts = |key: &str| {
-        if let Some(Field::Texts(t)) = fields.get(&name(key)) {
-            t.clone()
-        } else {
-            Vec::new()
-        }
+        if let Some(Field::Texts(t)) = fields.get(&name(key)) { t.clone() } else { Vec::new() }
     };
     let numbers = |key: &str| {
-        if let Some(Field::Numbers(n)) = fields.get(&name(key)) {
-            n.clone()
-        } else {
-            Vec::new()
-        }
+        if let Some(Field::Numbers(n)) = fields.get(&name(key)) { n.clone() } else { Vec::new() }
     };
     let id = |key: &str| numbers(key).first().map(|id| *id as u32);
     let flag = |key: &str| numbers(key).first().map(|flag| *flag != 0.0);

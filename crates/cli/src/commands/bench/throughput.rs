@@ -72,7 +72,11 @@ struct Figures {
 
 /// Measures.
 pub fn throughput(args: ThroughputArgs) -> Result<()> {
-    if args.requests == 0 || args.runs == 0 || !(args.length_scale > 0.0) || args.rate < 0.0 {
+    if args.requests == 0
+        || args.runs == 0
+        || !is_positive(args.length_scale)
+        || !(args.rate == 0.0 || is_positive(args.rate))
+    {
         bail!("requests and runs must be at least 1, length_scale above 0, rate not below 0");
     }
     let (file_model, engine, _) = args.shared.clone().merge(ServerSettings::default())?;
@@ -105,6 +109,10 @@ pub fn throughput(args: ThroughputArgs) -> Result<()> {
         }
     }
     print(&args, &model, &device, &config, &figures)
+}
+
+fn is_positive(value: f64) -> bool {
+    value.is_finite() && value > 0.0
 }
 
 fn measure(

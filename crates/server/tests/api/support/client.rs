@@ -44,20 +44,12 @@ impl Client {
     /// On a connection that is already there.
     pub fn on(socket: TcpStream) -> Self {
         socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        Self {
-            socket,
-            buffer: Vec::new(),
-        }
+        Self { socket, buffer: Vec::new() }
     }
 
     /// Posts JSON and reads the answer.
     pub fn post(&mut self, path: &str, body: &Value) -> Reply {
-        self.send(
-            "POST",
-            path,
-            &[("content-type", "application/json")],
-            body.to_string().as_bytes(),
-        );
+        self.send("POST", path, &[("content-type", "application/json")], body.to_string().as_bytes());
         self.reply()
     }
 
@@ -101,11 +93,7 @@ impl Client {
     /// Reads one answer to a request that wants no body (HEAD).
     pub fn reply_without_body(&mut self) -> Reply {
         let (status, headers) = self.head();
-        Reply {
-            status,
-            headers,
-            body: Vec::new(),
-        }
+        Reply { status, headers, body: Vec::new() }
     }
 
     /// Reads status line and headers.
@@ -155,11 +143,7 @@ impl Client {
     fn fill(&mut self) {
         let mut bytes = [0; 16 << 10];
         let count = self.socket.read(&mut bytes).unwrap();
-        assert!(
-            count > 0,
-            "the server closed the connection after {:?}",
-            String::from_utf8_lossy(&self.buffer)
-        );
+        assert!(count > 0, "the server closed the connection after {:?}", String::from_utf8_lossy(&self.buffer));
         self.buffer.extend_from_slice(&bytes[..count]);
     }
 }
@@ -178,7 +162,5 @@ pub fn sse_events(body: &str) -> Vec<Value> {
         })
         .collect();
     assert_eq!(data.pop(), Some("[DONE]"));
-    data.into_iter()
-        .map(|json| serde_json::from_str(json).unwrap())
-        .collect()
+    data.into_iter().map(|json| serde_json::from_str(json).unwrap()).collect()
 }

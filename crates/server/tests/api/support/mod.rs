@@ -33,11 +33,7 @@ impl Default for Setup {
         Self {
             zoo: "llama",
             customize: |_| {},
-            server: ServerConfig {
-                port: 0,
-                drain_timeout: Duration::from_secs(20),
-                ..ServerConfig::default()
-            },
+            server: ServerConfig { port: 0, drain_timeout: Duration::from_secs(20), ..ServerConfig::default() },
             engine: EngineConfig {
                 max_seq_len: Some(512),
                 kv_cache_bytes: Some(24 << 20),
@@ -92,40 +88,22 @@ impl TestServer {
         let (shutdown, asked) = oneshot::channel::<()>();
         let serving = Arc::clone(&state);
         let thread = std::thread::spawn(move || {
-            let runtime = tokio::runtime::Builder::new_multi_thread()
-                .worker_threads(2)
-                .enable_all()
-                .build()
-                .unwrap();
+            let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
             let drained = runtime.block_on(serve(listener, serving, async {
                 let _ = asked.await;
             }));
             drained.unwrap()
         });
-        Self {
-            address,
-            state,
-            engine: None,
-            shutdown: Some(shutdown),
-            thread: Some(thread),
-        }
+        Self { address, state, engine: None, shutdown: Some(shutdown), thread: Some(thread) }
     }
 
     /// Loads the model and opens the server.
     pub fn load(&mut self, setup: &Setup) {
-        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-            .join("../testkit/zoo")
-            .join(setup.zoo);
+        let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo").join(setup.zoo);
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let mut assets = TextAssets::from_checkpoint(&checkpoint).unwrap();
         (setup.customize)(&mut assets);
-        let backend = Arc::new(
-            CpuBackend::new(CpuConfig {
-                num_threads: Some(1),
-                ..CpuConfig::default()
-            })
-            .unwrap(),
-        );
+        let backend = Arc::new(CpuBackend::new(CpuConfig { num_threads: Some(1), ..CpuConfig::default() }).unwrap());
         let built = build_engine(&checkpoint, backend, &setup.engine, &|_| {}).unwrap();
         let facts = ModelFacts {
             vocab_size: built.spec.vocab_size,
@@ -168,9 +146,7 @@ impl TestServer {
         let reply = self.client().post(path, body);
         assert_eq!(reply.header("content-type"), Some("application/json"));
         let answer = reply.json();
-        let error = answer["error"]
-            .as_object()
-            .unwrap_or_else(|| panic!("{body} gave {answer}"));
+        let error = answer["error"].as_object().unwrap_or_else(|| panic!("{body} gave {answer}"));
         assert!(error.contains_key("param") && error.contains_key("code") && error["type"].is_string());
         let text = |key: &str| error[key].as_str().unwrap_or_default().to_owned();
         (reply.status, text("param"), text("message"))
