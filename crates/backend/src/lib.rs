@@ -22,5 +22,7 @@ pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa};
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
-pub use ops::{Activation, AttentionParams, Backend, DeviceInfo, LinearPart, RopeStyle, RopeTable, WeightDesc};
+pub use ops::{
+    Activation, AttentionParams, Backend, DeviceInfo, LinearPart, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+};
 pub use tensor::{DeviceBuffer, Tensor, Weight};

@@ -36,6 +36,12 @@ pub struct WeightDesc {
     pub cols: usize,
 }
 
+/// Fills the stored bytes of `num_rows` rows from `first_row`: `read(first_row, num_rows, bytes)`.
+pub type ReadRows<'a> = dyn FnMut(usize, usize, &mut [u8]) -> Result<(), ReadError> + 'a;
+
+/// Why a weight's bytes could not be read; the file's own error.
+pub type ReadError = Box<dyn std::error::Error + Send + Sync>;
+
 /// One product of [`Backend::linear`].
 pub struct LinearPart<'a> {
     /// `[N, C]`.
@@ -102,11 +108,7 @@ pub trait Backend: Send + Sync {
     /// Takes a weight. `read` fills the stored bytes of `num_rows` rows from `first_row` into the
     /// slice it is given; it is called for ascending, disjoint row ranges covering all rows, so that
     /// a backend may repack in pieces. Refuses dtypes and sizes it has no kernel for, by name.
-    fn load_weight(
-        &self,
-        desc: WeightDesc,
-        read: &mut dyn FnMut(usize, usize, &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>,
-    ) -> Result<Weight, BackendError>;
+    fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError>;
 
     /// A small f32 vector `[1, n]` that lives as long as the model (norm weights, biases).
     fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError>;
@@ -211,5 +213,5 @@ pub trait Backend: Send + Sync {
     fn for_each_row(&self, x: &mut Tensor, visit: &(dyn Fn(usize, &mut [f32]) + Sync)) -> Result<(), BackendError>;
 
     /// Fills `x` from the host.
-    fn from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError>;
+    fn copy_from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError>;
 }

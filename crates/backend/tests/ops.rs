@@ -293,7 +293,7 @@ fn wrong_shapes_are_refused() {
         shape(backend.rms_norm(&t(2, 3), &t(1, 3), 1e-5, &mut t(2, 4)));
         shape(backend.gated_activation(&t(2, 3), &t(2, 4), Activation::Silu, &mut t(2, 3)));
         shape(backend.to_host(&t(2, 3), &mut [0.0; 5]));
-        shape(backend.from_host(&[0.0; 5], &mut t(2, 3)));
+        shape(backend.copy_from_host(&[0.0; 5], &mut t(2, 3)));
         let weight = load(&backend, DType::F32, 4, 3, &[0; 48]);
         shape(backend.linear(&t(2, 2), &mut [LinearPart { weight: &weight, bias: None, out: &mut t(2, 4) }]));
         shape(backend.linear(&t(2, 3), &mut [LinearPart { weight: &weight, bias: None, out: &mut t(2, 3) }]));

@@ -30,12 +30,14 @@ pub fn holds(name: &str, value: &str) -> bool {
 }
 
 /// `HF_ENDPOINT`: another server that speaks the Hugging Face API.
+#[cfg(feature = "hub")]
 #[must_use]
 pub fn hub_endpoint() -> Option<String> {
     std::env::var("HF_ENDPOINT").ok().filter(|v| !v.is_empty())
 }
 
 /// `HF_TOKEN`: for private repositories.
+#[cfg(feature = "hub")]
 #[must_use]
 pub fn hub_token() -> Option<String> {
     std::env::var("HF_TOKEN").ok().filter(|v| !v.is_empty())

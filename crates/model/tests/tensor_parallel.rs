@@ -51,14 +51,14 @@ impl Collective for Local {
         for part in parts {
             sum.iter_mut().zip(part).for_each(|(sum, x)| *sum += x);
         }
-        self.backend.from_host(&sum, x)
+        self.backend.copy_from_host(&sum, x)
     }
 
     fn all_gather_cols(&self, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
         let parts = self.exchange(x)?;
         let rows = |row: usize| parts.iter().flat_map(move |part| &part[row * x.cols()..(row + 1) * x.cols()]);
         let gathered: Vec<f32> = (0..x.rows()).flat_map(rows).copied().collect();
-        self.backend.from_host(&gathered, out)
+        self.backend.copy_from_host(&gathered, out)
     }
 
     fn send(&self, _x: &Tensor, _peer: usize) -> Result<(), BackendError> {

@@ -9,6 +9,10 @@ use half::f16;
 /// See [`RowKernels::gated_activation`].
 type GatedKernel = fn(act: Activation, gate: &[f32], up: &[f32], out: &mut [f32]);
 
+#[allow(clippy::type_complexity)] // a plain function, named for its one use
+/// See [`RowKernels::rotate_halves`].
+type RotateHalvesKernel = fn(low: &mut [f32], high: &mut [f32], cos: &[f32], sin: &[f32]);
+
 /// Row kernels of one instruction set. Each works on whole rows; a row's result depends on that row
 /// only. Slices of one call have equal lengths.
 pub(crate) struct RowKernels {
@@ -21,7 +25,7 @@ pub(crate) struct RowKernels {
     /// `out = act(gate) * up`.
     pub(crate) gated_activation: GatedKernel,
     /// Rotates `(low[i], high[i])`.
-    pub(crate) rotate_halves: fn(low: &mut [f32], high: &mut [f32], cos: &[f32], sin: &[f32]),
+    pub(crate) rotate_halves: RotateHalvesKernel,
     /// Rotates `(x[2i], x[2i + 1])`.
     pub(crate) rotate_pairs: fn(x: &mut [f32], cos: &[f32], sin: &[f32]),
     /// Rounds to f16, saturating.

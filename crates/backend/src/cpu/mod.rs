@@ -34,7 +34,7 @@ pub use quant::bench_access;
 
 use crate::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceBuffer,
-    DeviceInfo, KvPool, KvPoolSpec, LinearPart, RopeStyle, RopeTable, Tensor, Weight, WeightDesc,
+    DeviceInfo, KvPool, KvPoolSpec, LinearPart, ReadRows, RopeStyle, RopeTable, Tensor, Weight, WeightDesc,
 };
 use attention::{AttentionScratch, AttentionTask};
 use check::{cpu_buffer, elements, elements_mut, ensure, ensure_attention, ensure_batch, ensure_shape, shape_error};
@@ -173,11 +173,7 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn load_weight(
-        &self,
-        desc: WeightDesc,
-        read: &mut dyn FnMut(usize, usize, &mut [u8]) -> Result<(), Box<dyn std::error::Error + Send + Sync>>,
-    ) -> Result<Weight, BackendError> {
+    fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {
         let WeightDesc { name, dtype, rows, cols } = desc;
         let total = checked_bytes(&name, dtype, rows, cols)?;
         let mut stored = AlignedBytes::zeroed(total, &name)?;
@@ -523,8 +519,8 @@ impl Backend for CpuBackend {
         self.pool.run_rows(elements_mut("for_each_row", x)?, cols, 1, visit)
     }
 
-    fn from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError> {
-        const OP: &str = "from_host";
+    fn copy_from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError> {
+        const OP: &str = "copy_from_host";
         let x = elements_mut(OP, x)?;
         ensure(OP, x.len() == data.len(), || (format!("{} elements", x.len()), data.len().to_string()))?;
         x.copy_from_slice(data);

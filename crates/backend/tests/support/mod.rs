@@ -19,7 +19,7 @@ pub fn backend(isa: Isa, num_threads: usize) -> CpuBackend {
 /// A tensor with these elements.
 pub fn tensor(backend: &CpuBackend, rows: usize, cols: usize, data: &[f32]) -> Tensor {
     let mut x = backend.temp(rows, cols).unwrap();
-    backend.from_host(data, &mut x).unwrap();
+    backend.copy_from_host(data, &mut x).unwrap();
     x
 }
 

@@ -81,6 +81,7 @@ impl Cache {
     }
 
     /// The folder itself.
+    #[cfg(feature = "hub")]
     #[must_use]
     pub fn root(&self) -> &Path {
         &self.root

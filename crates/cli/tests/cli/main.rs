@@ -5,7 +5,9 @@
 mod binary;
 mod conversation;
 mod http;
+#[cfg(feature = "hub")]
 mod hub;
+#[cfg(feature = "hub")]
 mod hub_double;
 mod inspection;
 mod packages;

@@ -88,7 +88,7 @@ impl Model {
         let mut chain = BlockHashChain::with_salt(None);
         let hit = self.kv.lookup_prefix(&mut chain, &tokens);
         let num_cached = hit.num_tokens;
-        assert!(num_cached < len && num_cached % 4 == 0);
+        assert!(num_cached < len && num_cached.is_multiple_of(4));
         self.kv.start_sequence(id, hit).unwrap();
         self.sequences.insert(id, (tokens, num_cached, chain));
     }
