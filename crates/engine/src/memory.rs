@@ -204,7 +204,8 @@ fn fit_seq_len(plan: &mut MemoryPlan, demand: &KvDemand<'_>) -> Result<(), Engin
     if demand.fixed_seq_len || !fits(1) {
         let tokens = if demand.fixed_seq_len { plan.max_seq_len } else { 1 };
         return Err(EngineError::Memory(format!(
-            "a sequence of {tokens} tokens needs {} KV blocks ({}), but the pool holds {} ({})",
+            "a sequence of {tokens} tokens needs {} KV blocks ({}), but the pool holds {} ({}); raise kv_cache_bytes or \
+             lower max_seq_len",
             (demand.blocks_needed)(tokens),
             Bytes((demand.blocks_needed)(tokens) as u64 * plan.block_bytes),
             plan.num_blocks,
