@@ -33,6 +33,8 @@ pub(crate) const SPAN_TILES: usize = SPAN / TILE;
 const ROWS_PER_ITEM: usize = 48;
 /// Items wanted for each thread before spans are no longer given to different threads.
 const ITEMS_PER_THREAD: usize = 4;
+/// Pieces for each thread that the spans are then cut into: more even out better, fewer fetch ahead better.
+const PARTS_PER_THREAD: usize = 8;
 /// Floats kept for partial results of split rows (16 MiB of address space, touched as needed). A step
 /// that would need more is not split.
 const PARTIAL_FLOATS: usize = 4 << 20;
@@ -75,7 +77,7 @@ struct WorkItem {
     /// Position of the first token.
     first_position: usize,
     spans: Range<usize>,
-    /// Where partial results of the first span begin, for split rows.
+    /// Where partial results of the first span begin (those of the others follow), for split rows.
     partial_start: Option<usize>,
 }
 
@@ -105,6 +107,8 @@ pub(crate) struct SpanInput {
     pub(crate) k_tiles: [*const u8; SPAN_TILES],
     /// V tiles `[TILE, E]`.
     pub(crate) v_tiles: [*const u8; SPAN_TILES],
+    /// K tiles of the item's next span, to be fetched ahead; null where there are none.
+    pub(crate) next_k_tiles: [*const u8; SPAN_TILES],
 }
 
 impl SpanInput {
@@ -131,7 +135,7 @@ impl SpanInput {
 /// Softmax state of rows over some positions, in scratch. A row that saw nothing has sum 0.
 #[derive(Clone, Copy)]
 pub(crate) struct RowState {
-    /// `[rows]` greatest scaled score.
+    /// `[rows]` greatest scaled score, in the unit of the kernels that made it.
     pub(crate) max: *mut f32,
     /// `[rows]` sum of exponentials.
     pub(crate) sum: *mut f32,
@@ -157,11 +161,14 @@ impl RowState {
 
 /// Vector kernels of one instruction set. Head sizes are multiples of 16.
 pub(crate) struct AttentionKernels {
-    /// Fills `state` for one span; `scores` is scratch of `[rows, SPAN]`.
+    /// Floats of scratch that `span` needs for so many rows.
+    pub(crate) scratch_floats: fn(rows: usize) -> usize,
+    /// Fills `state` for one span.
     ///
     /// # Safety
-    /// All pointers are valid for the rows and positions that `SpanInput::visible` names.
-    pub(crate) span: unsafe fn(input: &SpanInput, scores: *mut f32, state: RowState),
+    /// All pointers are valid for the rows and positions that `SpanInput::visible` names, `scratch` for
+    /// `scratch_floats`.
+    pub(crate) span: unsafe fn(input: &SpanInput, scratch: *mut f32, state: RowState),
     /// Joins the state of a later span into that of earlier ones.
     ///
     /// # Safety
@@ -177,6 +184,10 @@ pub(crate) struct AttentionKernels {
 fn kernels(isa: Isa, head_dim: usize) -> Option<&'static AttentionKernels> {
     if isa == Isa::Scalar || !head_dim.is_multiple_of(TILE) {
         return None;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if isa >= Isa::Avx512Vnni && head_dim <= super::avx512_attention::MAX_HEAD_DIM {
+        return Some(&super::avx512_attention::KERNELS);
     }
     #[cfg(target_arch = "x86_64")]
     return Some(&super::avx2_attention::KERNELS);
@@ -284,8 +295,9 @@ fn sequence_table<'a>(task: &AttentionTask<'a>, seq_idx: usize) -> &'a [u32] {
     &task.group.block_table[starts[seq_idx] as usize..starts[seq_idx + 1] as usize]
 }
 
-/// When there are too few items for the threads, gives each span of a row to an item of its own and
-/// notes what to join. Returns the floats of partial results.
+/// When there are too few items for the threads, gives the spans of a row to several items, in pieces of
+/// a few neighbours, and notes what to join: span by span, as one item would. Returns the floats of
+/// partial results.
 fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut AttentionScratch) -> usize {
     let rows_per_token = params.num_heads / params.num_kv_heads;
     let state_len = |item: &WorkItem| RowState::len(item.num_tokens * rows_per_token, params.head_dim);
@@ -294,6 +306,8 @@ fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut Atten
     if num_threads == 1 || scratch.items.len() >= num_threads * ITEMS_PER_THREAD || total > PARTIAL_FLOATS {
         return 0;
     }
+    let num_spans: usize = scratch.items.iter().map(|item| item.spans.len()).sum();
+    let spans_per_part = (num_spans / (num_threads * PARTS_PER_THREAD)).max(1);
     let mut next = 0;
     for idx in 0..scratch.items.len() {
         let item = scratch.items[idx].clone();
@@ -302,11 +316,11 @@ fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut Atten
         }
         let len = state_len(&item);
         let part = |nth: usize| WorkItem {
-            spans: item.spans.start + nth..item.spans.start + nth + 1,
+            spans: item.spans.start + nth..item.spans.end.min(item.spans.start + nth + spans_per_part),
             partial_start: Some(next + nth * len),
             ..item.clone()
         };
-        let mut parts = (0..item.spans.len()).map(part);
+        let mut parts = (0..item.spans.len()).step_by(spans_per_part).map(part);
         scratch.items[idx] = parts.next().unwrap_or_else(|| item.clone());
         scratch.items.extend(parts);
         next += item.spans.len() * len;
@@ -349,19 +363,22 @@ fn vector_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &Work
     let AttentionParams { num_heads, num_kv_heads, head_dim, .. } = *task.params;
     let rows = item.num_tokens * (num_heads / num_kv_heads);
     let state_len = RowState::len(rows, head_dim);
-    with_scratch(rows * SPAN + 2 * state_len, |scratch| {
-        // SAFETY: `scratch` holds the scores and two states; a split item's partial state is a range
-        // of its own inside the partials (see `split_spans`); the span's pointers come from a checked
+    let span_len = (kernels.scratch_floats)(rows);
+    with_scratch(span_len + 2 * state_len, |scratch| {
+        // SAFETY: `scratch` holds a span's scratch and two states; a split item's partial states are a
+        // range of their own inside the partials (see `split_spans`); the span's pointers come from a checked
         // table.
         unsafe {
-            let after_scores = scratch.add(rows * SPAN);
+            let states = scratch.add(span_len);
             if let Some(start) = item.partial_start {
-                let state = RowState::at(partials.get().add(start), rows);
-                (kernels.span)(&span_input(task, item, item.spans.start), scratch, state);
+                for (nth, span) in item.spans.clone().enumerate() {
+                    let state = RowState::at(partials.get().add(start + nth * state_len), rows);
+                    (kernels.span)(&span_input(task, item, span), scratch, state);
+                }
                 return;
             }
-            let total = RowState::at(after_scores, rows);
-            let later = RowState::at(after_scores.add(state_len), rows);
+            let total = RowState::at(states, rows);
+            let later = RowState::at(states.add(state_len), rows);
             (kernels.span)(&span_input(task, item, item.spans.start), scratch, total);
             for span in item.spans.start + 1..item.spans.end {
                 (kernels.span)(&span_input(task, item, span), scratch, later);
@@ -410,15 +427,20 @@ fn span_input(task: &AttentionTask<'_>, item: &WorkItem, span: usize) -> SpanInp
     let table = sequence_table(task, item.seq_idx);
     let span_start = span * SPAN;
     let begin = visible_begin(item.first_position, window).max(span_start);
-    let end = (item.first_position + item.num_tokens).min(span_start + SPAN);
-    let mut k_tiles = [std::ptr::null(); SPAN_TILES];
+    let end = item.first_position + item.num_tokens;
+    let mut k_tiles = [std::ptr::null(); 2 * SPAN_TILES];
     let mut v_tiles = [std::ptr::null(); SPAN_TILES];
-    for position in (begin - begin % TILE..end).step_by(TILE) {
+    let spans_ahead = (item.spans.end - span).min(2);
+    for position in (begin - begin % TILE..end.min(span_start + spans_ahead * SPAN)).step_by(TILE) {
         let block = table[position / task.kv.block_size()] as usize;
         let offset = position % task.kv.block_size();
-        k_tiles[(position - span_start) / TILE] = task.kv.k_tile(block, item.kv_head, offset);
-        v_tiles[(position - span_start) / TILE] = task.kv.v_rows(block, item.kv_head, offset);
+        let nth = (position - span_start) / TILE;
+        k_tiles[nth] = task.kv.k_tile(block, item.kv_head, offset);
+        if nth < SPAN_TILES {
+            v_tiles[nth] = task.kv.v_rows(block, item.kv_head, offset);
+        }
     }
+    let (k_tiles, next_k_tiles) = k_tiles.split_at(SPAN_TILES);
     SpanInput {
         q: task.q[item.first_token * num_heads * head_dim + item.kv_head * heads_per_kv * head_dim..].as_ptr(),
         q_token_stride: num_heads * head_dim,
@@ -430,7 +452,8 @@ fn span_input(task: &AttentionTask<'_>, item: &WorkItem, span: usize) -> SpanInp
         first_position: item.first_position,
         span_start,
         window,
-        k_tiles,
+        k_tiles: std::array::from_fn(|nth| k_tiles[nth]),
         v_tiles,
+        next_k_tiles: std::array::from_fn(|nth| next_k_tiles[nth]),
     }
 }

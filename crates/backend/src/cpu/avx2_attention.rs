@@ -13,6 +13,7 @@ use std::ops::Range;
 
 /// The table of this file.
 pub(crate) static KERNELS: AttentionKernels = AttentionKernels {
+    scratch_floats: |rows| rows * SPAN,
     span: |input, scores, state| {
         // SAFETY: the table's contract; it is only handed out for an Isa that this machine has.
         unsafe { if input.is_f16 { span::<true>(input, scores, state) } else { span::<false>(input, scores, state) } }

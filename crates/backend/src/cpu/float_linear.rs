@@ -71,6 +71,12 @@ impl FloatWeight {
     ) {
         debug_assert_eq!(cols, self.cols);
         #[cfg(target_arch = "x86_64")]
+        if self.isa >= Isa::Avx512Vnni {
+            // SAFETY: this function's contract, and the machine has AVX-512 F, BW, DQ and VL.
+            unsafe { super::avx512_linear::matmul_tile(self, x, cols, tokens, rows, out) };
+            return;
+        }
+        #[cfg(target_arch = "x86_64")]
         if self.isa >= Isa::Avx2 {
             // SAFETY: this function's contract, and the machine has AVX2, FMA and F16C.
             unsafe { super::avx2_linear::matmul_tile(self, x, cols, tokens, rows, out) };

@@ -13,12 +13,17 @@ use std::ops::Range;
 pub(crate) const MAX_PARTS: usize = 8;
 /// A tile reads at least this much weight, so that claiming it costs nothing beside it.
 const MIN_TILE_BYTES: usize = 24 << 10;
+/// And at most this much: a thread that is late by a tile must not keep the others waiting for long.
+const MAX_TILE_BYTES: usize = 512 << 10;
 /// A tile has at most this many output features when many tokens share the weights.
 const MAX_TILE_FEATURES: usize = 128;
 /// Tokens are split only into pieces of at least this many: each piece reads the weights again.
 const MIN_TILE_TOKENS: usize = 32;
 /// Tiles wanted for each thread, so that an unlucky last tile costs little.
 const TILES_PER_THREAD: usize = 8;
+
+/// Activations that a chunk quantises at least.
+const MIN_QUANTIZE_ELEMS: usize = 4 << 10;
 
 /// A matrix being written by several threads, each its own tile.
 #[derive(Clone, Copy)]
@@ -138,7 +143,8 @@ impl TileGrid {
     ) -> Self {
         let row_tile = row_tile.max(1);
         let wanted_tiles = num_threads * TILES_PER_THREAD;
-        let target_bytes = if num_threads == 1 { usize::MAX } else { (op_bytes / wanted_tiles).max(MIN_TILE_BYTES) };
+        let target_bytes =
+            if num_threads == 1 { usize::MAX } else { (op_bytes / wanted_tiles).clamp(MIN_TILE_BYTES, MAX_TILE_BYTES) };
         let mut tile_rows = (target_bytes / row_bytes.max(1)).max(1);
         if num_tokens >= MIN_TILE_TOKENS {
             tile_rows = tile_rows.min(MAX_TILE_FEATURES);
@@ -228,8 +234,8 @@ fn quantize(
 ) -> Result<(), BackendError> {
     quantized.prepare(num_tokens, cols)?;
     let quantized = &*quantized;
-    // About 16 Ki elements a chunk.
-    let rows_per_chunk = (16_384 / cols.max(1)).clamp(1, num_tokens);
+    let rows_per_chunk = num_tokens.div_ceil(4 * pool.num_threads()).max(MIN_QUANTIZE_ELEMS / cols.max(1));
+    let rows_per_chunk = rows_per_chunk.clamp(1, num_tokens);
     pool.run(num_tokens.div_ceil(rows_per_chunk), &|chunk| {
         let first = chunk * rows_per_chunk;
         // SAFETY: chunks are disjoint row ranges, and readers only come after this job.

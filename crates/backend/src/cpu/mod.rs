@@ -7,6 +7,8 @@
 
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // spans are for vector kernels only
 mod attention;
+#[doc(hidden)]
+pub mod ceilings;
 mod check;
 #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // so is the choice of instruction set
 mod float_linear;
@@ -27,6 +29,10 @@ mod avx2;
 mod avx2_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2_linear;
+#[cfg(target_arch = "x86_64")]
+mod avx512_attention;
+#[cfg(target_arch = "x86_64")]
+mod avx512_linear;
 
 pub use isa::Isa;
 #[doc(hidden)]
@@ -42,7 +48,7 @@ use float_linear::FloatWeight;
 use kernels::RowKernels;
 use kv_layout::KvLayer;
 use linear::{CheckedPart, CpuWeight, OutMatrix};
-use memory::{AlignedBytes, CpuBuffer, Workspace, checked_bytes};
+use memory::{AlignedBytes, CpuBuffer, WeightMemory, Workspace, checked_bytes};
 use pool::ThreadPool;
 use quant::{PackedWeight, QuantizedActivations};
 use rope::AngleTables;
@@ -51,9 +57,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Bytes read at a time from a weight's file.
 const LOAD_PIECE_BYTES: usize = 8 << 20;
+/// The same of a quantised weight, packed piece by piece.
+const PACK_PIECE_BYTES: usize = 1 << 20;
 /// Elements of a row-wise op that one chunk handles at least: below this, threads cost more than
 /// they bring.
-const MIN_CHUNK_ELEMS: usize = 16 << 10;
+const MIN_CHUNK_ELEMS: usize = 4 << 10;
 
 /// How activations enter products with quantised weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -84,6 +92,9 @@ pub struct CpuBackend {
     pool: ThreadPool,
     rows: &'static RowKernels,
     workspace: Arc<Workspace>,
+    weights: WeightMemory,
+    /// Part of a weight as it is stored, while it is loaded.
+    staging: Mutex<Vec<u8>>,
     quantized: Mutex<QuantizedActivations>,
     attention: Mutex<AttentionScratch>,
     angles: Mutex<AngleTables>,
@@ -113,6 +124,8 @@ impl CpuBackend {
             pool: ThreadPool::new(num_threads)?,
             rows: kernels::row_kernels(isa),
             workspace: Arc::default(),
+            weights: WeightMemory::default(),
+            staging: Mutex::default(),
             quantized: Mutex::default(),
             attention: Mutex::default(),
             angles: Mutex::default(),
@@ -128,6 +141,21 @@ impl CpuBackend {
 
     fn buffer(&self, what: &str, bytes: usize) -> Result<Box<dyn DeviceBuffer>, BackendError> {
         Ok(Box::new(CpuBuffer::owned(AlignedBytes::zeroed(bytes, what)?)))
+    }
+
+    /// Reads a quantised weight in pieces that stay in a second-level cache until they are packed.
+    fn load_packed(&self, desc: &WeightDesc, read: &mut ReadRows<'_>) -> Result<PackedWeight, BackendError> {
+        let mut weight = PackedWeight::new(&self.weights, desc, self.isa, self.activations)?;
+        let (row_bytes, row_tile) = (weight.row_bytes(), weight.row_tile());
+        let rows_per_piece = (PACK_PIECE_BYTES / (row_bytes * row_tile)).max(1) * row_tile;
+        let mut piece = lock(&self.staging);
+        for first in (0..desc.rows).step_by(rows_per_piece) {
+            let rows = rows_per_piece.min(desc.rows - first);
+            piece.resize(rows * row_bytes, 0);
+            read_rows(desc, read, first, row_bytes, &mut piece)?;
+            weight.pack(&self.pool, first, &piece)?;
+        }
+        Ok(weight)
     }
 
     /// Rows a chunk of a row-wise op takes.
@@ -146,6 +174,18 @@ impl CpuBackend {
         let rows = out.len() / cols.max(1);
         self.pool.run_rows(out, cols, self.rows_per_chunk(rows, cols), task)
     }
+}
+
+/// Fills `piece` with rows of `row_bytes` from `first` on.
+fn read_rows(
+    desc: &WeightDesc,
+    read: &mut ReadRows<'_>,
+    first: usize,
+    row_bytes: usize,
+    piece: &mut [u8],
+) -> Result<(), BackendError> {
+    read(first, piece.len() / row_bytes.max(1), piece)
+        .map_err(|source| BackendError::WeightRead { name: desc.name.clone(), source })
 }
 
 /// Locks what only a panicking op could have poisoned; its contents are scratch.
@@ -174,21 +214,23 @@ impl Backend for CpuBackend {
     }
 
     fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {
-        let WeightDesc { name, dtype, rows, cols } = desc;
-        let total = checked_bytes(&name, dtype, rows, cols)?;
-        let mut stored = AlignedBytes::zeroed(total, &name)?;
-        if let Some(row_bytes) = dtype.row_bytes(cols).filter(|&bytes| bytes > 0) {
-            let rows_per_piece = (LOAD_PIECE_BYTES / row_bytes).max(1);
-            for (piece_idx, piece) in stored.as_mut_slice().chunks_mut(rows_per_piece * row_bytes).enumerate() {
-                read(piece_idx * rows_per_piece, piece.len() / row_bytes, piece)
-                    .map_err(|source| BackendError::WeightRead { name: name.clone(), source })?;
-            }
-        }
-        let weight = if dtype.is_quantized() {
-            CpuWeight::Quantized(PackedWeight::new(&name, dtype, rows, cols, stored, self.isa, self.activations)?)
+        let total = checked_bytes(&desc.name, desc.dtype, desc.rows, desc.cols)?;
+        let weight = if desc.dtype.is_quantized() {
+            self.pool.begin_forward();
+            let packed = self.load_packed(&desc, read);
+            self.pool.end_forward();
+            CpuWeight::Quantized(packed?)
         } else {
-            CpuWeight::Float(FloatWeight::new(dtype, cols, stored, self.isa))
+            let mut stored = AlignedBytes::zeroed(total, &desc.name)?;
+            let row_bytes = desc.dtype.row_bytes(desc.cols).unwrap_or(0);
+            let rows_per_piece = (LOAD_PIECE_BYTES / row_bytes.max(1)).max(1);
+            let pieces = stored.as_mut_slice().chunks_mut((rows_per_piece * row_bytes).max(1));
+            for (piece_idx, piece) in pieces.enumerate() {
+                read_rows(&desc, read, piece_idx * rows_per_piece, row_bytes, piece)?;
+            }
+            CpuWeight::Float(FloatWeight::new(desc.dtype, desc.cols, stored, self.isa))
         };
+        let WeightDesc { name, dtype, rows, cols } = desc;
         Ok(Weight::from_buffer(name, rows, cols, dtype, Box::new(weight)))
     }
 

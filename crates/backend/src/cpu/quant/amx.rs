@@ -17,6 +17,7 @@ use super::layout::{BLOCK_COLS, Format};
 use super::tile::{ActRows, Chunk, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// AMX tiles and int8, with AVX-512.
@@ -53,6 +54,19 @@ impl TileConfig {
         }
         config
     }
+}
+
+/// Runs `$body` for each row below `$rows` with `$t` a constant, so that sums indexed by it stay in registers.
+macro_rules! each_row {
+    ($t:ident < $rows:expr => $body:block) => {
+        each_row!(@ $t, $rows, $body, 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
+    };
+    (@ $t:ident, $rows:expr, $body:block, $($n:literal)*) => {$(
+        if $n < $rows {
+            let $t: usize = $n;
+            $body
+        }
+    )*};
 }
 
 /// Integer products of 16 rows with one group.
@@ -139,12 +153,18 @@ impl Batch {
     unsafe fn fill(&mut self, groups: Groups, first: usize) {
         // SAFETY: groups below `count` exist; the caller's promise.
         unsafe {
-            if first + BATCH <= groups.count {
-                product_batch(groups, first, &mut self.coarse);
+            let whole = first + BATCH <= groups.count;
+            if whole {
+                product_batch::<false>(groups, first, &mut self.coarse);
             } else {
                 for (i, dots) in (first..groups.count).zip(&mut self.coarse) {
                     product(groups.codes(i), groups.operands(i), dots);
                 }
+            }
+            if whole && (first..first + BATCH).filter(|&i| groups.has_fine(i)).count() > 1 {
+                // Four in a pipeline take less than two one by one.
+                product_batch::<true>(groups, first, &mut self.fine);
+                return;
             }
             for (i, dots) in (first..groups.count).zip(&mut self.fine) {
                 if groups.has_fine(i) {
@@ -153,6 +173,11 @@ impl Batch {
             }
         }
     }
+}
+
+thread_local! {
+    /// Kept, as clearing them takes long beside the products of few rows.
+    static BATCHES: RefCell<[Batch; 2]> = const { RefCell::new([const { Batch::ZERO }; 2]) };
 }
 
 /// Multiplies a group and stores the result.
@@ -180,14 +205,15 @@ unsafe fn product(codes: Codes, operands: *const u8, dots: &mut Dots) {
     }
 }
 
-/// Multiplies groups `i..i + 4`.
+/// Multiplies groups `i..i + 4`; `FINE`: the second plane's codes.
 ///
 /// # Safety
 /// As [`product`], for each.
 #[inline(always)]
-unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
+unsafe fn product_batch<const FINE: bool>(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
     // SAFETY: as in `product`.
     unsafe {
+        let codes = |i: usize| if FINE { groups.fine_codes(i) } else { groups.codes(i) };
         asm!(
             "tilezero tmm0",
             "tileloadd tmm4, [{codes0} + {act_stride}]",
@@ -209,11 +235,11 @@ unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
             "tilestored [{dots} + {line} + 1024], tmm1",
             "tilestored [{dots} + {line} + 2048], tmm2",
             "tilestored [{dots} + {line} + 3072], tmm3",
-            codes0 = in(reg) groups.codes(i).first,
-            codes1 = in(reg) groups.codes(i + 1).first,
-            codes2 = in(reg) groups.codes(i + 2).first,
-            codes3 = in(reg) groups.codes(i + 3).first,
-            act_stride = in(reg) groups.codes(i).stride,
+            codes0 = in(reg) codes(i).first,
+            codes1 = in(reg) codes(i + 1).first,
+            codes2 = in(reg) codes(i + 2).first,
+            codes3 = in(reg) codes(i + 3).first,
+            act_stride = in(reg) codes(i).stride,
             operands0 = in(reg) groups.operands(i),
             operands1 = in(reg) groups.operands(i + 1),
             operands2 = in(reg) groups.operands(i + 2),
@@ -229,12 +255,12 @@ unsafe fn product_batch(groups: Groups, i: usize, dots: &mut [Dots; BATCH]) {
 /// block is no outlier all zeros.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn add_scaled<F: Format, const FINE: bool>(
+unsafe fn add_scaled<F: Format, const FINE: bool, const R: usize>(
     chunk: &Chunk,
     i: usize,
     acts: ActRows,
     (coarse, fine): (&Dots, &Dots),
-    acc: &mut [__m512; ROWS],
+    acc: &mut [__m512; R],
 ) {
     let groups = F::LAYOUT.groups();
     let (block, g) = (i / groups, i % groups);
@@ -242,33 +268,39 @@ unsafe fn add_scaled<F: Format, const FINE: bool>(
     unsafe {
         let d = _mm512_load_ps(chunk.d.as_ptr().add(i).cast());
         let m = _mm512_load_ps(chunk.m.as_ptr().add(i).cast());
-        for (t, acc) in acc.iter_mut().enumerate() {
+        each_row!(t < R => {
             let a = &*acts.at(t, block);
             let mut dot = _mm512_load_si512(coarse.0.as_ptr().add(t).cast());
             if FINE {
                 let shifted = _mm512_sllv_epi32(dot, _mm512_set1_epi32(a.shift.cast_signed()));
                 dot = _mm512_add_epi32(shifted, _mm512_load_si512(fine.0.as_ptr().add(t).cast()));
             }
-            *acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
+            acc[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(a.d)), acc[t]);
             if F::LAYOUT.scale.has_min() {
                 let sum_x = if groups == 1 { a.sum_x } else { a.sum_x_half[g] };
-                *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), *acc);
+                acc[t] = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), acc[t]);
             }
-        }
+        });
     }
 }
 
 /// Adds the products of a batch, whose first group is `first`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn add_batch<F: Format>(chunk: &Chunk, groups: Groups, first: usize, batch: &Batch, acc: &mut [__m512; ROWS]) {
+unsafe fn add_batch<F: Format, const R: usize>(
+    chunk: &Chunk,
+    groups: Groups,
+    first: usize,
+    batch: &Batch,
+    acc: &mut [__m512; R],
+) {
     for (i, dots) in (first..groups.count).zip(batch.coarse.iter().zip(&batch.fine)) {
         // SAFETY: the chunk has the groups below `count`.
         unsafe {
             if groups.has_fine(i) {
-                add_scaled::<F, true>(chunk, i, groups.acts, dots, acc);
+                add_scaled::<F, true, R>(chunk, i, groups.acts, dots, acc);
             } else {
-                add_scaled::<F, false>(chunk, i, groups.acts, dots, acc);
+                add_scaled::<F, false, R>(chunk, i, groups.acts, dots, acc);
             }
         }
     }
@@ -281,31 +313,32 @@ fn lane_mask(out: OutRows, valid: usize, t: usize) -> u16 {
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn load_acc(out: OutRows, valid: usize, start: Start) -> [__m512; ROWS] {
-    let mut acc = [_mm512_setzero_ps(); ROWS];
+unsafe fn load_acc<const R: usize>(out: OutRows, valid: usize, start: Start) -> [__m512; R] {
+    let mut acc = [_mm512_setzero_ps(); R];
     if start == Start::FromOut {
-        for (t, acc) in acc.iter_mut().enumerate() {
+        each_row!(t < R => {
             let row = out.ptr.wrapping_add(t * out.stride);
             // SAFETY: rows below `valid` exist; masked lanes are not touched.
-            *acc = unsafe { _mm512_maskz_loadu_ps(lane_mask(out, valid, t), row) };
-        }
+            acc[t] = unsafe { _mm512_maskz_loadu_ps(lane_mask(out, valid, t), row) };
+        });
     }
     acc
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn store_acc(out: OutRows, valid: usize, acc: &[__m512; ROWS]) {
-    for (t, acc) in acc.iter().enumerate() {
+unsafe fn store_acc<const R: usize>(out: OutRows, valid: usize, acc: &[__m512; R]) {
+    each_row!(t < R => {
         // SAFETY: rows below `valid` exist; masked lanes are not touched.
-        unsafe { _mm512_mask_storeu_ps(out.ptr.wrapping_add(t * out.stride), lane_mask(out, valid, t), *acc) };
-    }
+        unsafe { _mm512_mask_storeu_ps(out.ptr.wrapping_add(t * out.stride), lane_mask(out, valid, t), acc[t]) };
+    });
 }
 
-/// 16 rows over a chunk, of which the first `valid` have results; the others' activations are readable
-/// (`QuantizedActivations` keeps rows to spare) and their products are dropped.
+/// A tile of rows over a chunk, of which the first `valid` (at most `R`) have results. All 16 rows' activations
+/// are readable (`QuantizedActivations` keeps rows to spare); the products of those from `R` on are not looked
+/// at, the others' are dropped.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn sixteen_rows<F: Format>(
+unsafe fn tile_of_rows<F: Format, const R: usize>(
     chunk: &Chunk,
     num_blocks: usize,
     acts: ActRows,
@@ -326,11 +359,11 @@ unsafe fn sixteen_rows<F: Format>(
     let [mut now, mut ahead] = batches.each_mut();
     // SAFETY: groups are below `count`; as promised to `IntKernel::many`.
     unsafe {
-        let mut acc = load_acc(out, valid, start);
+        let mut acc = load_acc::<R>(out, valid, start);
         now.fill(groups, 0);
         for first in (0..groups.count).step_by(BATCH) {
             ahead.fill(groups, first + BATCH);
-            add_batch::<F>(chunk, groups, first, now, &mut acc);
+            add_batch::<F, R>(chunk, groups, first, now, &mut acc);
             std::mem::swap(&mut now, &mut ahead);
         }
         store_acc(out, valid, &acc);
@@ -352,7 +385,8 @@ unsafe fn subtract_middle<F: Format>(chunk: &mut Chunk, num_blocks: usize) {
 }
 
 impl IntKernel for Amx {
-    const FEW: usize = Avx512Vnni::FEW;
+    // With fewer, a tile's time goes to rows that are not there: measured, 12 rows of `few` take as long.
+    const FEW: usize = 12;
 
     unsafe fn begin<F: Format>() {
         let config = const { TileConfig::new(F::LAYOUT.group) };
@@ -387,16 +421,22 @@ impl IntKernel for Amx {
         num_t: usize,
         start: Start,
     ) {
-        let mut batches = [const { Batch::ZERO }; 2];
-        for t in (0..num_t).step_by(ROWS) {
-            for panel in panels {
-                // SAFETY: rows `t..` exist; as promised to this method.
-                unsafe {
-                    let acts = acts.skip(t, 0);
-                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    sixteen_rows::<F>(panel.chunk, num_blocks, acts, out, ROWS.min(num_t - t), start, &mut batches);
+        BATCHES.with_borrow_mut(|batches| {
+            for t in (0..num_t).step_by(ROWS) {
+                for panel in panels {
+                    // SAFETY: rows `t..` exist; as promised to this method.
+                    unsafe {
+                        let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
+                        let out = OutRows { ptr: panel.out.row(t), ..panel.out };
+                        match num_t - t {
+                            valid @ ..=8 => tile_of_rows::<F, 8>(chunk, num_blocks, acts, out, valid, start, batches),
+                            left => {
+                                tile_of_rows::<F, ROWS>(chunk, num_blocks, acts, out, left.min(ROWS), start, batches);
+                            }
+                        }
+                    }
                 }
             }
-        }
+        });
     }
 }

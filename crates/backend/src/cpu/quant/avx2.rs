@@ -7,7 +7,9 @@
 
 use super::activations::{ActBlock, FineBlock};
 use super::layout::{BLOCK_COLS, Format, ScaleKind};
-use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{
+    ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel,
+};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -19,6 +21,8 @@ pub(super) struct Avx2;
 const FLOAT_BLOCKS: usize = 8;
 /// Rows of activations of the largest micro-kernel.
 const ROWS: usize = 4;
+/// Up to this many rows take a panel as it is packed, in pieces, for which it lies in the first-level cache.
+const FEW_ROWS: usize = 8;
 
 /// Where a micro-kernel finds a panel's codes and scales.
 trait Source {
@@ -283,6 +287,26 @@ unsafe fn dot<F: Format>(q: &[__m256i], g: usize, a: &ActBlock, fine: Option<*co
     }
 }
 
+/// Exact products of a block of 8-bit codes with the one plane of `T` rows: a weight vector is made ready
+/// once for all of them.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+unsafe fn dots_of_bytes<const T: usize>(q: &[__m256i; 8], acts: ActRows, block: usize) -> [__m256i; T] {
+    let ones = _mm256_set1_epi16(1);
+    let mut sums = [_mm256_setzero_si256(); T];
+    for (i, &q) in q.iter().enumerate() {
+        let w = _mm256_xor_si256(q, _mm256_set1_epi8(-128));
+        let magnitude = _mm256_abs_epi8(w);
+        for (t, sum) in sums.iter_mut().enumerate() {
+            // SAFETY: row `t` has the block, which has four codes an operand.
+            let codes = unsafe { (*acts.at(t, block)).q.as_ptr().add(4 * i).cast::<i32>().read_unaligned() };
+            let pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(_mm256_set1_epi32(codes), w));
+            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, ones));
+        }
+    }
+    sums
+}
+
 /// One block of one half for `T` rows of activations; `OUTLIERS`: some have it as an
 /// outlier block.
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -298,13 +322,17 @@ unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
     // SAFETY: source and activations have this block.
     unsafe {
         let q = src.operands(block, half);
+        let of_bytes = (layout.bits == 8 && !OUTLIERS).then(|| dots_of_bytes::<T>(&q, acts, block));
         for g in 0..layout.groups() {
             let (d, m) = src.scales(block * layout.groups() + g, half);
             let q = &q[g * layout.group / 4..(g + 1) * layout.group / 4];
             for (t, acc) in acc.iter_mut().enumerate() {
                 let a = &*acts.at(t, block);
                 let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
-                let dot = dot::<S::F>(q, g, a, OUTLIERS.then(|| acts.fine_at(t, block)));
+                let dot = match &of_bytes {
+                    Some(dots) => dots[t],
+                    None => dot::<S::F>(q, g, a, OUTLIERS.then(|| acts.fine_at(t, block))),
+                };
                 *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(d, _mm256_set1_ps(a.d)), *acc);
                 if layout.scale.has_min() {
                     *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(sum_x), *acc);
@@ -357,7 +385,7 @@ unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: 
         let mut low = load_acc::<T>(out, 0, Start::Zero);
         let mut high = low;
         for block in 0..panel.shape.num_blocks {
-            panel.prefetch_next::<F>(block);
+            panel.prefetch::<F>(1, block);
             if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
                 block_step::<_, T, true>(&src, block, 0, acts, &mut low);
                 block_step::<_, T, true>(&src, block, 1, acts, &mut high);
@@ -404,7 +432,7 @@ unsafe fn many_rows<F: Format, const T: usize>(
 unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum, chunk: &mut Chunk) {
     let groups = F::LAYOUT.groups();
     for (at, block) in blocks.enumerate() {
-        panel.prefetch_next::<F>(block);
+        panel.prefetch::<F>(PANELS, block);
         for half in 0..2 {
             // SAFETY: the panel has the block; the chunk has room for it.
             unsafe {
@@ -426,16 +454,19 @@ unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum,
 }
 
 impl IntKernel for Avx2 {
-    const FEW: usize = ROWS;
+    const FEW: usize = FEW_ROWS;
 
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
-        // SAFETY: as promised to this method.
-        unsafe {
-            match num_t {
-                1 => few_rows::<F, 1>(panel, acts, out),
-                2 => few_rows::<F, 2>(panel, acts, out),
-                3 => few_rows::<F, 3>(panel, acts, out),
-                _ => few_rows::<F, 4>(panel, acts, out),
+        for t in (0..num_t).step_by(ROWS) {
+            // SAFETY: as promised to this method; rows `t..` exist.
+            unsafe {
+                let (acts, out) = (acts.skip(t, 0), OutRows { ptr: out.row(t), ..out });
+                match num_t - t {
+                    1 => few_rows::<F, 1>(panel, acts, out),
+                    2 => few_rows::<F, 2>(panel, acts, out),
+                    3 => few_rows::<F, 3>(panel, acts, out),
+                    _ => few_rows::<F, ROWS>(panel, acts, out),
+                }
             }
         }
     }

@@ -3,7 +3,9 @@
 
 use super::activations::{ActBlock, FineBlock};
 use super::layout::{BLOCK_COLS, Format, ScaleKind};
-use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{
+    ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel,
+};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -11,8 +13,9 @@ use std::ops::Range;
 /// AVX-512 F, BW, DQ, VL, VNNI.
 pub(super) struct Avx512Vnni;
 
-/// Rows of activations that share one pass over a packed panel.
-const FEW_ROWS: usize = 4;
+/// Up to this many rows take a panel as it is packed: in pieces, for which it lies in the first-level cache.
+/// To unpack it again for each costs less than to write it out wide.
+const FEW_ROWS: usize = 16;
 /// Blocks whose weights are held in f32 at once.
 const FLOAT_BLOCKS: usize = 8;
 /// Rows of activations of the largest micro-kernel.
@@ -324,15 +327,15 @@ unsafe fn store_acc<const T: usize>(out: OutRows, acc: &[__m512; T]) {
     }
 }
 
-/// `T` rows over a packed panel.
+/// `T` rows over a packed panel; returns `T`.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: OutRows) {
+unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: OutRows) -> usize {
     let src = Packed::<F> { panel, format: PhantomData };
     // SAFETY: as promised to `IntKernel::few`.
     unsafe {
         let mut acc = load_acc::<T>(out, Start::Zero);
         for block in 0..panel.shape.num_blocks {
-            panel.prefetch_next::<F>(block);
+            panel.prefetch::<F>(1, block);
             if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
                 block_step::<_, T, true>(&src, block, acts, &mut acc);
             } else {
@@ -341,6 +344,7 @@ unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: 
         }
         store_acc(out, &acc);
     }
+    T
 }
 
 /// `T` rows over a chunk.
@@ -375,7 +379,7 @@ pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimu
     for (at, block) in blocks.enumerate() {
         // SAFETY: the panel has the block; the chunk has room for it.
         unsafe {
-            panel.prefetch_next::<F>(block);
+            panel.prefetch::<F>(PANELS, block);
             let q = packed_operands::<F>(panel, block);
             for (operand, q) in chunk.q[at].iter_mut().zip(q) {
                 _mm512_store_si512(operand.as_mut_ptr().cast(), q);
@@ -396,13 +400,18 @@ impl IntKernel for Avx512Vnni {
     const FEW: usize = FEW_ROWS;
 
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
-        // SAFETY: as promised to this method.
-        unsafe {
-            match num_t {
-                1 => few_rows::<F, 1>(panel, acts, out),
-                2 => few_rows::<F, 2>(panel, acts, out),
-                3 => few_rows::<F, 3>(panel, acts, out),
-                _ => few_rows::<F, FEW_ROWS>(panel, acts, out),
+        let mut t = 0;
+        while t < num_t {
+            // SAFETY: as promised to this method; rows `t..` exist.
+            unsafe {
+                let (acts, out) = (acts.skip(t, 0), OutRows { ptr: out.row(t), ..out });
+                t += match num_t - t {
+                    1 => few_rows::<F, 1>(panel, acts, out),
+                    2 => few_rows::<F, 2>(panel, acts, out),
+                    3 => few_rows::<F, 3>(panel, acts, out),
+                    4..ROWS => few_rows::<F, 4>(panel, acts, out),
+                    _ => few_rows::<F, ROWS>(panel, acts, out),
+                };
             }
         }
     }

@@ -3,8 +3,9 @@
 
 use super::{Activations, PackedWeight, QuantizedActivations, matmul_tile};
 use crate::cpu::linear::OutMatrix;
-use crate::cpu::memory::AlignedBytes;
-use crate::{ActivationMode, BackendError, DType};
+use crate::cpu::memory::WeightMemory;
+use crate::cpu::pool::ThreadPool;
+use crate::{ActivationMode, BackendError, DType, WeightDesc};
 use std::ops::Range;
 
 pub use crate::cpu::isa::Isa;
@@ -44,7 +45,7 @@ impl Matrix {
     /// Packs `stored`.
     ///
     /// # Errors
-    /// As `PackedWeight::new`.
+    /// As `PackedWeight::new` and `PackedWeight::pack`.
     pub fn new(
         dtype: DType,
         rows: usize,
@@ -53,9 +54,10 @@ impl Matrix {
         isa: Isa,
         mode: ActivationMode,
     ) -> Result<Self, BackendError> {
-        let mut bytes = AlignedBytes::zeroed(stored.len(), "test weight")?;
-        bytes.as_mut_slice().copy_from_slice(stored);
-        PackedWeight::new("test", dtype, rows, cols, bytes, isa, mode).map(Self)
+        let desc = WeightDesc { name: "test".into(), dtype, rows, cols };
+        let mut weight = PackedWeight::new(&WeightMemory::default(), &desc, isa, mode)?;
+        weight.pack(&ThreadPool::new(1)?, 0, stored)?;
+        Ok(Self(weight))
     }
 
     /// Bytes held.

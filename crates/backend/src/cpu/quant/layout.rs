@@ -116,6 +116,8 @@ impl Layout {
 
 /// A type as a type, so that kernels are compiled once for each.
 pub(super) trait Format {
+    /// The type.
+    const DTYPE: DType;
     /// Geometry.
     const LAYOUT: Layout;
 }
@@ -157,6 +159,7 @@ pub(super) mod formats {
         ($($name:ident),*) => {$(
             pub(crate) struct $name;
             impl Format for $name {
+                const DTYPE: DType = DType::$name;
                 const LAYOUT: Layout = match Layout::of(DType::$name) {
                     Some(layout) => layout,
                     None => unreachable!(),
@@ -194,32 +197,50 @@ impl PanelShape {
     }
 }
 
-/// Packs 16 rows (absent ones become zeros) into `panel`.
-pub(super) fn pack_panel(dtype: DType, layout: Layout, shape: PanelShape, rows: &[&[u8]], panel: &mut [u8]) {
+/// Packs 16 rows into `panel` (zeroed); `stored` holds them as in the file, fewer at the end of a weight:
+/// absent ones stay zeros.
+pub(super) fn pack_panel<F: Format>(shape: PanelShape, stored: &[u8], panel: &mut [u8]) {
+    #[cfg(target_arch = "x86_64")]
+    if std::arch::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2.
+        unsafe { pack_panel_avx2::<F>(shape, stored, panel) };
+        return;
+    }
+    pack_panel_inline::<F>(shape, stored, panel);
+}
+
+/// The same loops, compiled for wider vectors.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+unsafe fn pack_panel_avx2<F: Format>(shape: PanelShape, stored: &[u8], panel: &mut [u8]) {
+    pack_panel_inline::<F>(shape, stored, panel);
+}
+
+#[inline(always)]
+fn pack_panel_inline<F: Format>(shape: PanelShape, stored: &[u8], panel: &mut [u8]) {
+    let (dtype, layout) = (F::DTYPE, F::LAYOUT);
     let blocks_per_stored = dtype.block_elems() / BLOCK_COLS;
-    let mut stored: Vec<StoredBlock> = vec![StoredBlock::ZERO; PANEL_ROWS];
-    for stored_idx in 0..shape.num_blocks / blocks_per_stored {
-        for (block, row) in stored.iter_mut().zip(rows) {
+    let num_stored = shape.num_blocks / blocks_per_stored;
+    let row_bytes = num_stored * dtype.block_bytes();
+    let mut rows = [const { StoredBlock::ZERO }; PANEL_ROWS];
+    for stored_idx in 0..num_stored {
+        for (block, row) in rows.iter_mut().zip(stored.chunks_exact(row_bytes)) {
             block.read(dtype, &row[stored_idx * dtype.block_bytes()..][..dtype.block_bytes()]);
         }
         for sub in 0..blocks_per_stored {
             let block_idx = stored_idx * blocks_per_stored + sub;
-            let operands = interleave(&stored, sub * BLOCK_COLS);
+            let operands = interleave(&rows, sub * BLOCK_COLS);
             let at = block_idx * layout.block_bytes();
-            write_planes(layout.bits, &operands, &mut panel[at..at + layout.block_bytes()]);
+            write_planes::<F>(&operands, &mut panel[at..at + layout.block_bytes()]);
             for g in 0..layout.groups() {
                 let group_idx = block_idx * layout.groups() + g;
                 let at = shape.scales_at + group_idx * layout.scale.bytes();
-                write_scales(
-                    layout.scale,
-                    &stored,
-                    sub * layout.groups() + g,
-                    &mut panel[at..at + layout.scale.bytes()],
-                );
+                let record = &mut panel[at..at + layout.scale.bytes()];
+                write_scales(layout.scale, &rows, sub * layout.groups() + g, record);
             }
         }
         let at = shape.supers_at + stored_idx * layout.scale.super_bytes();
-        for (r, block) in stored.iter().enumerate() {
+        for (r, block) in rows.iter().enumerate() {
             if layout.scale.super_bytes() > 0 {
                 panel[at + 2 * r..at + 2 * r + 2].copy_from_slice(&block.d.to_le_bytes());
             }
@@ -230,45 +251,55 @@ pub(super) fn pack_panel(dtype: DType, layout: Layout, shape: PanelShape, rows: 
     }
 }
 
-fn interleave(rows: &[StoredBlock], first_col: usize) -> [[u8; 64]; 8] {
+#[inline(always)]
+fn interleave(rows: &[StoredBlock; PANEL_ROWS], first_col: usize) -> [[u8; 64]; 8] {
     let mut operands = [[0u8; 64]; 8];
     for (r, row) in rows.iter().enumerate() {
-        for (i, operand) in operands.iter_mut().enumerate() {
-            operand[4 * r..4 * r + 4].copy_from_slice(&row.codes[first_col + 4 * i..first_col + 4 * i + 4]);
+        let codes = &row.codes[first_col..first_col + BLOCK_COLS];
+        for (operand, codes) in operands.iter_mut().zip(codes.chunks_exact(4)) {
+            operand[4 * r..4 * r + 4].copy_from_slice(codes);
         }
     }
     operands
 }
 
-/// Ors `width` bits of each operand, from bit `from`, into a plane (see the head of this file).
-fn write_plane(operands: &[[u8; 64]; 8], from: usize, width: usize, plane: &mut [u8]) {
-    let mask = (1u8 << width) - 1;
-    let vectors = width;
-    for (i, operand) in operands.iter().enumerate() {
-        // Which vector of the plane, and at which bit: 4-bit planes pair operands i and i + 4.
-        let (vector, shift) = match width {
-            4 => (i % 4, 4 * (i / 4)),
-            2 => (i / 4, 2 * (i % 4)),
-            _ => (0, i),
-        };
-        debug_assert!(vector < vectors);
-        for (out, &code) in plane[64 * vector..64 * vector + 64].iter_mut().zip(operand) {
-            *out |= ((code >> from) & mask) << shift;
+/// Ors `WIDTH` bits of each operand, from bit `FROM`, into a plane (see the head of this file).
+#[inline(always)]
+fn write_plane<const FROM: usize, const WIDTH: usize>(operands: &[[u8; 64]; 8], plane: &mut [u8]) {
+    let mask = (1u8 << WIDTH) - 1;
+    // Operands of one vector, and how far apart they are: 4-bit planes pair operands i and i + 4.
+    let (per_vector, step) = (8 / WIDTH, if WIDTH == 4 { 4 } else { 1 });
+    for (vector, out) in plane.chunks_exact_mut(64).take(WIDTH).enumerate() {
+        let first = if WIDTH == 2 { 4 * vector } else { vector };
+        let mut merged = [0u8; 64];
+        for k in 0..per_vector {
+            let operand = &operands[first + k * step];
+            for (merged, code) in merged.iter_mut().zip(operand) {
+                *merged |= ((code >> FROM) & mask) << (k * WIDTH);
+            }
         }
+        out.copy_from_slice(&merged);
     }
 }
 
-fn write_planes(bits: usize, operands: &[[u8; 64]; 8], block: &mut [u8]) {
-    if bits == 8 {
-        block.copy_from_slice(operands.as_flattened());
-        return;
-    }
-    block.fill(0);
-    let low = if bits >= 4 { 4 } else { 2 };
-    let (low_plane, high_plane) = block.split_at_mut(64 * low);
-    write_plane(operands, 0, low, low_plane);
-    if bits > low {
-        write_plane(operands, low, bits - low, high_plane);
+#[inline(always)]
+fn write_planes<F: Format>(operands: &[[u8; 64]; 8], block: &mut [u8]) {
+    match F::LAYOUT.bits {
+        2 => write_plane::<0, 2>(operands, block),
+        3 => {
+            write_plane::<0, 2>(operands, &mut block[..128]);
+            write_plane::<2, 1>(operands, &mut block[128..]);
+        }
+        4 => write_plane::<0, 4>(operands, block),
+        5 => {
+            write_plane::<0, 4>(operands, &mut block[..256]);
+            write_plane::<4, 1>(operands, &mut block[256..]);
+        }
+        6 => {
+            write_plane::<0, 4>(operands, &mut block[..256]);
+            write_plane::<4, 2>(operands, &mut block[256..]);
+        }
+        _ => block.copy_from_slice(operands.as_flattened()),
     }
 }
 
@@ -288,7 +319,8 @@ pub(super) fn code_at(bits: usize, block: &[u8], i: usize, b: usize) -> u8 {
     }
 }
 
-fn write_scales(kind: ScaleKind, stored: &[StoredBlock], group_in_stored: usize, record: &mut [u8]) {
+#[inline(always)]
+fn write_scales(kind: ScaleKind, stored: &[StoredBlock; PANEL_ROWS], group_in_stored: usize, record: &mut [u8]) {
     for (r, block) in stored.iter().enumerate() {
         let (scale, min) = (block.sub_scale[group_in_stored], block.sub_min[group_in_stored]);
         match kind {

@@ -25,8 +25,9 @@ pub(crate) use activations::QuantizedActivations;
 
 use super::isa::Isa;
 use super::linear::OutMatrix;
-use super::memory::AlignedBytes;
-use crate::{ActivationMode, BackendError, DType};
+use super::memory::{AlignedBytes, WeightMemory};
+use super::pool::{SendPtr, ThreadPool};
+use crate::{ActivationMode, BackendError, DType, WeightDesc};
 use layout::{Layout, PANEL_ROWS, PanelShape, with_format};
 use std::ops::Range;
 use tile::{ActRows, FloatKernel, FloatRows, IntKernel, Job};
@@ -36,6 +37,7 @@ pub(crate) struct PackedWeight {
     dtype: DType,
     rows: usize,
     cols: usize,
+    row_bytes: usize,
     shape: PanelShape,
     isa: Isa,
     mode: ActivationMode,
@@ -43,19 +45,17 @@ pub(crate) struct PackedWeight {
 }
 
 impl PackedWeight {
-    /// Packs `stored` (rows of `dtype.row_bytes(cols)`, as in the file). `isa` must be available here.
+    /// An empty weight `[rows, cols]`, to be filled by [`Self::pack`]. `isa` must be available here.
     ///
     /// # Errors
-    /// Float types, columns that are no whole number of blocks, bytes of the wrong length, no memory.
+    /// Float types, columns that are no whole number of blocks, no memory.
     pub(crate) fn new(
-        name: &str,
-        dtype: DType,
-        rows: usize,
-        cols: usize,
-        stored: AlignedBytes,
+        memory: &WeightMemory,
+        desc: &WeightDesc,
         isa: Isa,
         mode: ActivationMode,
     ) -> Result<Self, BackendError> {
+        let WeightDesc { ref name, dtype, rows, cols } = *desc;
         let unsupported = |detail: String| BackendError::Unsupported {
             device: format!("cpu ({})", isa.name()),
             op: "linear",
@@ -69,22 +69,39 @@ impl PackedWeight {
         let row_bytes = dtype.row_bytes(cols).filter(|&bytes| bytes > 0);
         let row_bytes =
             row_bytes.ok_or_else(|| unsupported(format!("{name}: {cols} columns are no whole number of blocks")))?;
-        if row_bytes.checked_mul(rows) != Some(stored.len()) {
-            return Err(BackendError::Shape {
-                op: "load_weight",
-                expected: format!("{name}: {rows} rows of {row_bytes} bytes"),
-                got: format!("{} bytes", stored.len()),
-            });
-        }
         let shape = PanelShape::new(layout, cols);
         let sized = shape.and_then(|s| Some((s, s.bytes.checked_mul(rows.div_ceil(PANEL_ROWS))?)));
         let (shape, len) = sized.ok_or_else(|| unsupported(format!("{name}: [{rows}, {cols}] is too large")))?;
-        let mut panels = AlignedBytes::zeroed(len, name)?;
-        let stored_rows: Vec<&[u8]> = stored.as_slice().chunks_exact(row_bytes).collect();
-        for (rows, panel) in stored_rows.chunks(PANEL_ROWS).zip(panels.as_mut_slice().chunks_exact_mut(shape.bytes)) {
-            layout::pack_panel(dtype, layout, shape, rows, panel);
+        Ok(Self { dtype, rows, cols, row_bytes, shape, isa, mode, panels: memory.take(len, name)? })
+    }
+
+    /// Packs the rows from `first_row` (a multiple of [`Self::row_tile`]) on, as they are in the file, on all
+    /// threads. Once for each row; whole panels, but for the weight's last.
+    ///
+    /// # Errors
+    /// Bytes of the wrong length.
+    pub(crate) fn pack(&mut self, pool: &ThreadPool, first_row: usize, stored: &[u8]) -> Result<(), BackendError> {
+        let (dtype, shape, panel_bytes) = (self.dtype, self.shape, PANEL_ROWS * self.row_bytes);
+        let rows = stored.len() / self.row_bytes;
+        let whole = stored.len().is_multiple_of(self.row_bytes) && first_row.is_multiple_of(PANEL_ROWS);
+        let end = first_row.saturating_add(rows);
+        if !whole || end > self.rows || !(end == self.rows || rows.is_multiple_of(PANEL_ROWS)) {
+            return Err(BackendError::Shape {
+                op: "load_weight",
+                expected: format!("whole panels of {PANEL_ROWS} rows of {} bytes, below {}", self.row_bytes, self.rows),
+                got: format!("{} bytes at row {first_row}", stored.len()),
+            });
         }
-        Ok(Self { dtype, rows, cols, shape, isa, mode, panels })
+        let panels = &mut self.panels.as_mut_slice()[first_row / PANEL_ROWS * shape.bytes..];
+        let panels = &mut panels[..rows.div_ceil(PANEL_ROWS) * shape.bytes];
+        let base = SendPtr(panels.as_mut_ptr());
+        pool.run(panels.len() / shape.bytes.max(1), &|idx| {
+            let stored = &stored[idx * panel_bytes..stored.len().min((idx + 1) * panel_bytes)];
+            // SAFETY: panels of different chunks are disjoint and inside `panels`, which is borrowed until
+            // all chunks are done.
+            let panel = unsafe { std::slice::from_raw_parts_mut(base.get().add(idx * shape.bytes), shape.bytes) };
+            with_format!(dtype, F => layout::pack_panel::<F>(shape, stored, panel), float => ());
+        })
     }
 
     /// The exact values of one row, `out` `[C]`.
@@ -97,6 +114,11 @@ impl PackedWeight {
     /// Bytes held.
     pub(crate) fn len_bytes(&self) -> usize {
         self.panels.len()
+    }
+
+    /// Bytes of a row as it is stored.
+    pub(crate) fn row_bytes(&self) -> usize {
+        self.row_bytes
     }
 
     /// Borders of `rows_n` in [`matmul_tile`] are multiples of this (the last range ends at N).
@@ -122,7 +144,7 @@ pub(crate) struct Activations<'a> {
 /// `out[t, n] = x[t] · weight[n]` for `t` in `rows_t`, `n` in `rows_n`.
 ///
 /// Tiles of all of T and few of N read each weight once; many rows of N and few of T read each
-/// activation once. No allocation; about 40 KiB of stack.
+/// activation once. No allocation: what is widened goes to memory of the thread.
 ///
 /// # Safety
 /// `out` is valid for rows `rows_t` and columns `rows_n`, and nobody else touches that tile now.

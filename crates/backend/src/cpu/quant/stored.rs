@@ -30,6 +30,7 @@ impl StoredBlock {
     pub(super) const ZERO: Self = Self { codes: [0; MAX_ELEMS], d: 0, m: 0, sub_scale: [0; 16], sub_min: [0; 16] };
 
     /// Takes apart `bytes`, one block (`dtype.block_bytes()` long) of the quantised type `dtype`.
+    #[inline(always)]
     pub(super) fn read(&mut self, dtype: DType, bytes: &[u8]) {
         debug_assert_eq!(bytes.len(), dtype.block_bytes());
         match dtype {
@@ -49,6 +50,7 @@ impl StoredBlock {
 
     /// Q4_0, Q4_1, Q5_0, Q5_1: `d`, perhaps `m`, perhaps a word of fifth bits, then 16 bytes whose low
     /// nibbles are elements 0..16 and whose high nibbles are elements 16..32.
+    #[inline(always)]
     fn read_nibbles(&mut self, bytes: &[u8], nibbles_at: usize, fifth_bits_at: Option<usize>) {
         self.d = le16(bytes, 0);
         // Where there is no `m` this reads other bytes, which nobody looks at.
@@ -61,6 +63,7 @@ impl StoredBlock {
         }
     }
 
+    #[inline(always)]
     fn read_q8_0(&mut self, bytes: &[u8]) {
         self.d = le16(bytes, 0);
         for (code, &byte) in self.codes.iter_mut().zip(&bytes[2..34]) {
@@ -70,6 +73,7 @@ impl StoredBlock {
 
     /// `scales[16]` (low nibble scale, high nibble minimum), `qs[64]`, `d`, `dmin`. Byte `32n + l` of
     /// `qs` holds elements `128n + 32j + l`, two bits each, j = 0..4.
+    #[inline(always)]
     fn read_q2_k(&mut self, bytes: &[u8]) {
         let (scales, qs) = (&bytes[0..16], &bytes[16..80]);
         self.d = le16(bytes, 80);
@@ -85,6 +89,7 @@ impl StoredBlock {
 
     /// `hmask[32]`, `qs[64]` as in Q2_K, `scales[12]` (16 of 6 bits, offset 32), `d`. Bit `e / 32` of
     /// `hmask[e % 32]` is the third bit.
+    #[inline(always)]
     fn read_q3_k(&mut self, bytes: &[u8]) {
         let (hmask, qs, scales) = (&bytes[0..32], &bytes[32..96], &bytes[96..108]);
         self.d = le16(bytes, 108);
@@ -101,44 +106,55 @@ impl StoredBlock {
 
     /// `d`, `dmin`, `scales[12]`, `qs[128]`: byte `32j + l` holds elements `64j + l` (low nibble) and
     /// `64j + 32 + l` (high nibble).
+    #[inline(always)]
     fn read_q4_k(&mut self, bytes: &[u8]) {
         self.d = le16(bytes, 0);
         self.m = le16(bytes, 2);
         self.read_six_bit_pairs(&bytes[4..16]);
         let qs = &bytes[16..144];
-        for e in 0..256 {
-            self.codes[e] = (qs[32 * (e / 64) + e % 32] >> (4 * (e % 64 / 32))) & 15;
+        for (codes, qs) in self.codes.chunks_exact_mut(64).zip(qs.chunks_exact(32)) {
+            for (l, &byte) in qs.iter().enumerate() {
+                codes[l] = byte & 15;
+                codes[l + 32] = byte >> 4;
+            }
         }
     }
 
     /// As Q4_K with `qh[32]` before `qs`: bit `e / 32` of `qh[e % 32]` is the fifth bit.
+    #[inline(always)]
     fn read_q5_k(&mut self, bytes: &[u8]) {
         self.d = le16(bytes, 0);
         self.m = le16(bytes, 2);
         self.read_six_bit_pairs(&bytes[4..16]);
         let (qh, qs) = (&bytes[16..48], &bytes[48..176]);
-        for e in 0..256 {
-            let low = (qs[32 * (e / 64) + e % 32] >> (4 * (e % 64 / 32))) & 15;
-            self.codes[e] = low | (((qh[e % 32] >> (e / 32)) & 1) << 4);
+        for (j, (codes, qs)) in self.codes.chunks_exact_mut(64).zip(qs.chunks_exact(32)).enumerate() {
+            for (l, (&byte, &fifth)) in qs.iter().zip(qh).enumerate() {
+                codes[l] = (byte & 15) | (((fifth >> (2 * j)) & 1) << 4);
+                codes[l + 32] = (byte >> 4) | (((fifth >> (2 * j + 1)) & 1) << 4);
+            }
         }
     }
 
     /// `ql[128]`, `qh[64]`, `scales[16]` (signed), `d`. Half `n` has elements `128n + 32j + l`: the low
     /// nibbles of `ql[64n..]` are j = 0, 1, the high ones j = 2, 3; `qh[32n + l]` has two bits for each j.
+    #[inline(always)]
     fn read_q6_k(&mut self, bytes: &[u8]) {
         let (ql, qh) = (&bytes[0..128], &bytes[128..192]);
         self.sub_scale.copy_from_slice(&bytes[192..208]);
         self.d = le16(bytes, 208);
-        for e in 0..256 {
-            let (n, j, l) = (e / 128, e % 128 / 32, e % 32);
-            let low = (ql[64 * n + 32 * (j % 2) + l] >> (4 * (j / 2))) & 15;
-            self.codes[e] = low | (((qh[32 * n + l] >> (2 * j)) & 3) << 4);
+        for (e, codes) in self.codes.chunks_exact_mut(32).enumerate() {
+            let (n, j) = (e / 4, e % 4);
+            let (ql, qh) = (&ql[64 * n + 32 * (j % 2)..][..32], &qh[32 * n..][..32]);
+            for ((code, low), high) in codes.iter_mut().zip(ql).zip(qh) {
+                *code = ((low >> (4 * (j / 2))) & 15) | (((high >> (2 * j)) & 3) << 4);
+            }
         }
     }
 
     /// The eight 6-bit scales and minima of Q4_K and Q5_K in 12 bytes: the first four of each in the
     /// low six bits of bytes 0..4 and 4..8; the others' low nibbles in bytes 8..12, their upper two
     /// bits on top of bytes 0..8.
+    #[inline(always)]
     fn read_six_bit_pairs(&mut self, packed: &[u8]) {
         for j in 0..4 {
             self.sub_scale[j] = packed[j] & 63;

@@ -16,6 +16,7 @@
 
 use super::activations::{ActBlock, FineBlock};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, PanelShape};
+use std::cell::RefCell;
 use std::ops::Range;
 
 /// Blocks that are widened together: 768 columns of one panel, 18 KiB.
@@ -23,7 +24,7 @@ pub(super) const CHUNK_BLOCKS: usize = 24;
 const _: () = assert!(CHUNK_BLOCKS <= 32, "ActRows::outliers");
 
 /// Panels that pass together over rows of activations, which are then read half as often.
-const PANELS: usize = 2;
+pub(super) const PANELS: usize = 2;
 
 /// Part of a panel, widened: codes as bytes, scales as f32.
 #[repr(C, align(64))]
@@ -54,14 +55,14 @@ pub(super) struct Panel {
 }
 
 impl Panel {
-    /// Asks for what the next panel has for `block`: a panel ahead is far enough to hide memory, and the
-    /// hardware's own streams would have to start anew at each region. A hint; past the end it does nothing.
+    /// Asks for what the panel `ahead` of this one has for `block`: a panel is far enough to hide memory, and
+    /// the hardware's own streams would have to start anew at each region. A hint; past the end it does nothing.
     #[cfg(target_arch = "x86_64")]
     #[inline(always)]
-    pub(super) fn prefetch_next<F: Format>(self, block: usize) {
+    pub(super) fn prefetch<F: Format>(self, ahead: usize, block: usize) {
         use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let layout = F::LAYOUT;
-        let next = self.base.wrapping_add(self.shape.bytes);
+        let next = self.base.wrapping_add(ahead * self.shape.bytes);
         let scale_bytes = layout.groups() * layout.scale.bytes();
         let codes = next.wrapping_add(block * layout.block_bytes());
         let scales = next.wrapping_add(self.shape.scales_at + block * scale_bytes);
@@ -318,7 +319,20 @@ pub(super) unsafe fn run_int<K: IntKernel, F: Format>(job: &Job, acts: ActRows) 
         }
         return;
     }
-    let mut chunks = [const { Chunk::ZERO }; PANELS];
+    // SAFETY: the caller's promise.
+    CHUNKS.with_borrow_mut(|chunks| unsafe { run_many::<K, F>(job, acts, chunks) });
+}
+
+thread_local! {
+    /// Where panels are widened. Kept: to clear it anew would take a good part of a small tile's time.
+    static CHUNKS: RefCell<[Chunk; PANELS]> = const { RefCell::new([const { Chunk::ZERO }; PANELS]) };
+}
+
+/// [`run_int`] for more rows than [`IntKernel::FEW`].
+///
+/// # Safety
+/// As [`run_int`].
+unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &mut [Chunk; PANELS]) {
     let rows_together = job.rows_together();
     // SAFETY: the caller's promise; blocks and rows stay inside the shapes.
     unsafe {

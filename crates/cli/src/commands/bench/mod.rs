@@ -1,7 +1,13 @@
 //! `pagemill bench`: measures the engine, and prints what exactly was measured beside every figure.
 
 mod driver;
+mod http;
+mod kernels;
 mod latency;
+mod load;
+mod own_server;
+mod perplexity;
+mod serve;
 mod throughput;
 mod workload;
 
@@ -21,6 +27,12 @@ enum Bench {
     Latency(latency::LatencyArgs),
     /// Static against continuous batching, contiguous against paged KV, on conversation-like lengths
     Throughput(throughput::ThroughputArgs),
+    /// Requests over HTTP against this server or another one
+    Serve(serve::ServeArgs),
+    /// Every op at a model's shapes, beside what this machine can do at most
+    Kernels(kernels::KernelsArgs),
+    /// How well the served model predicts a text, by llama.cpp's protocol
+    Perplexity(perplexity::PerplexityArgs),
 }
 
 /// Runs one of them.
@@ -28,5 +40,8 @@ pub fn bench(args: BenchArgs) -> Result<()> {
     match args.bench {
         Bench::Latency(args) => latency::latency(args),
         Bench::Throughput(args) => throughput::throughput(args),
+        Bench::Serve(args) => serve::serve(args),
+        Bench::Kernels(args) => kernels::kernels(args),
+        Bench::Perplexity(args) => perplexity::perplexity(args),
     }
 }

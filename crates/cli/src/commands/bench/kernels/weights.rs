@@ -1,0 +1,123 @@
+//! A model's matrices on the device, found in the checkpoint by their names in either spelling. Only what
+//! the ops of a forward multiply with; norms and biases do not matter for time.
+
+use anyhow::{Context, Result, anyhow};
+use pagemill_backend::{Backend, CpuBackend, DType, Weight, WeightDesc};
+use pagemill_formats::{Checkpoint, Weights};
+use pagemill_model::ModelSpec;
+
+/// The matrices of one layer.
+pub struct LayerWeights {
+    /// q, k, v.
+    pub qkv: [Weight; 3],
+    /// The attention's output.
+    pub output: Weight,
+    /// gate, up.
+    pub gate_up: [Weight; 2],
+    /// down.
+    pub down: Weight,
+}
+
+/// All matrices of a model.
+pub struct ModelWeights {
+    /// In order.
+    pub layers: Vec<LayerWeights>,
+    /// `[V, D]`.
+    pub embedding: Weight,
+    head: Option<Weight>,
+}
+
+/// A module's name in GGUF and in Hugging Face checkpoints.
+type Names = (&'static str, &'static str);
+
+const QKV: [Names; 3] =
+    [("attn_q", "self_attn.q_proj"), ("attn_k", "self_attn.k_proj"), ("attn_v", "self_attn.v_proj")];
+const OUTPUT: Names = ("attn_output", "self_attn.o_proj");
+const GATE_UP: [Names; 2] = [("ffn_gate", "mlp.gate_proj"), ("ffn_up", "mlp.up_proj")];
+const DOWN: Names = ("ffn_down", "mlp.down_proj");
+const EMBEDDING: Names = ("token_embd", "embed_tokens");
+const HEAD: Names = ("output", "lm_head");
+
+impl ModelWeights {
+    /// Reads them all.
+    ///
+    /// # Errors
+    /// The matrix that is not there, or cannot be read or taken.
+    pub fn load(checkpoint: &Checkpoint, spec: &ModelSpec, backend: &CpuBackend) -> Result<Self> {
+        let reader = Reader { weights: checkpoint.weights(), backend };
+        let layers = (0..spec.num_layers).map(|layer| reader.layer(layer, spec)).collect::<Result<_>>()?;
+        let shape = [spec.vocab_size, spec.hidden_size];
+        let head = if spec.tied_embeddings { None } else { Some(reader.outer(HEAD, shape)?) };
+        Ok(Self { layers, embedding: reader.outer(EMBEDDING, shape)?, head })
+    }
+
+    /// The final projection `[V, D]`.
+    pub fn head(&self) -> &Weight {
+        self.head.as_ref().unwrap_or(&self.embedding)
+    }
+
+    /// Bytes that a decode step reads: all matrices, the embedding only where it is the head.
+    pub fn len_bytes(&self) -> usize {
+        self.layers.iter().flat_map(LayerWeights::all).map(Weight::len_bytes).sum::<usize>() + self.head().len_bytes()
+    }
+}
+
+impl LayerWeights {
+    fn all(&self) -> impl Iterator<Item = &Weight> {
+        self.qkv.iter().chain([&self.output, &self.down]).chain(&self.gate_up)
+    }
+}
+
+struct Reader<'a> {
+    weights: &'a Weights,
+    backend: &'a CpuBackend,
+}
+
+impl Reader<'_> {
+    fn layer(&self, layer: usize, spec: &ModelSpec) -> Result<LayerWeights> {
+        let (hidden, inner) = (spec.hidden_size, spec.intermediate_size);
+        let (q, kv) = (spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim);
+        let [q_names, k_names, v_names] = QKV;
+        let [gate, up] = GATE_UP;
+        Ok(LayerWeights {
+            qkv: [
+                self.in_layer(layer, q_names, [q, hidden])?,
+                self.in_layer(layer, k_names, [kv, hidden])?,
+                self.in_layer(layer, v_names, [kv, hidden])?,
+            ],
+            output: self.in_layer(layer, OUTPUT, [hidden, q])?,
+            gate_up: [self.in_layer(layer, gate, [inner, hidden])?, self.in_layer(layer, up, [inner, hidden])?],
+            down: self.in_layer(layer, DOWN, [hidden, inner])?,
+        })
+    }
+
+    fn in_layer(&self, layer: usize, (gguf, hf): Names, shape: [usize; 2]) -> Result<Weight> {
+        self.matrix(&[format!("blk.{layer}.{gguf}.weight"), format!("layers.{layer}.{hf}.weight")], shape)
+    }
+
+    fn outer(&self, (gguf, hf): Names, shape: [usize; 2]) -> Result<Weight> {
+        self.matrix(&[format!("{gguf}.weight"), format!("{hf}.weight")], shape)
+    }
+
+    /// The matrix of one of these names, with or without something in front of the name (a decoder inside a
+    /// larger model); the shape tells it from another tower's.
+    fn matrix(&self, names: &[String; 2], shape: [usize; 2]) -> Result<Weight> {
+        let is_named = |name: &str, wanted: &str| {
+            name.strip_suffix(wanted).is_some_and(|front| front.is_empty() || front.ends_with('.'))
+        };
+        let found = self
+            .weights
+            .tensors()
+            .iter()
+            .find(|tensor| tensor.shape() == shape && names.iter().any(|wanted| is_named(tensor.name(), wanted)));
+        let tensor = found.with_context(|| format!("no tensor {} or {} of shape {shape:?}", names[0], names[1]))?;
+        let (_, stored) = self.weights.loadable(tensor.name())?;
+        let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == stored.name());
+        let dtype = dtype.ok_or_else(|| anyhow!("{}: no kernel for {}", tensor.name(), stored.name()))?;
+        let desc = WeightDesc { name: tensor.name().to_owned(), dtype, rows: shape[0], cols: shape[1] };
+        let weight = self.backend.load_weight(desc, &mut |first, rows, bytes| {
+            self.weights.read_rows(tensor.name(), first, rows, bytes).map_err(Into::into)
+        })?;
+        Ok(weight)
+    }
+}
