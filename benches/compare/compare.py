@@ -46,6 +46,7 @@ parser.add_argument("--parts", default=",".join(PARTS))
 parser.add_argument("--full", action="store_true")
 parser.add_argument("--pagemill", default=os.path.join(HERE, "../../target/release/pagemill"))
 parser.add_argument("--no-repack", action="store_true")
+parser.add_argument("--no-flash", action="store_true", help="llama.cpp without flash attention")
 parser.add_argument("--json", metavar="FILE", help="write all figures there")
 args = parser.parse_args()
 
@@ -73,7 +74,7 @@ def execute(command):
 
 def peer(part, **flags):
     command = [sys.executable, os.path.join(HERE, "peer.py"), part, args.model, "--threads", str(args.threads),
-               "--repack", str(int(not args.no_repack))]
+               "--repack", str(int(not args.no_repack)), "--flash", str(int(not args.no_flash))]
     for name, value in flags.items():
         command += ["--" + name.replace("_", "-"), str(value)]
     output, memory = execute(command)
@@ -185,7 +186,8 @@ def main():
     import llama_cpp
     print(f"{os.path.basename(args.model)}, {args.threads} threads, {args.pairs} pairs; {version.strip()} / "
           f"llama-cpp-python {llama_cpp.__version__}" + (" without extra weight buffers (--no-repack)"
-                                                          if args.no_repack else ""))
+                                                          if args.no_repack else "")
+          + (", without flash attention" if args.no_flash else ", with flash attention"))
     print(f"serve {SERVE}, prefix {PREFIX}; llama.cpp through its low-level API: no HTTP, no text, "
           "and its memory with the interpreter's")
     start, results = time.perf_counter(), {part: run(part) for part in parts}

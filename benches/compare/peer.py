@@ -16,7 +16,7 @@ BATCH = 512  # tokens of a step, as llama.cpp's own server has them
 class Peer:
     """A model and a context for `sequences` sequences of `length` tokens each."""
 
-    def __init__(self, path, threads, sequences, length, repack):
+    def __init__(self, path, threads, sequences, length, repack, flash):
         low.llama_log_set(self.quiet, ctypes.c_void_p())
         low.llama_backend_init()
         params = low.llama_model_default_params()
@@ -29,7 +29,8 @@ class Peer:
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_seq_max = sequences
         settings.n_threads = settings.n_threads_batch = threads
-        settings.flash_attn_type = low.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        settings.flash_attn_type = (low.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash
+                                    else low.LLAMA_FLASH_ATTN_TYPE_DISABLED)
         settings.no_perf = True
         self.context = low.llama_init_from_model(self.model, settings)
         assert self.context, "no context"
@@ -73,7 +74,7 @@ class Peer:
 
 def single(args):
     """Prefill, then decode, of one sequence."""
-    peer = Peer(args.model, args.threads, 1, args.prompt_tokens + args.gen_tokens, args.repack)
+    peer = Peer(args.model, args.threads, 1, args.prompt_tokens + args.gen_tokens, args.repack, args.flash)
     peer.prefill(0, 0, peer.prompt(args.prompt_tokens))
     peer.forget()
     ids = peer.prompt(args.prompt_tokens)
@@ -90,7 +91,7 @@ def single(args):
 
 def batch(args):
     """Total decode speed of `sequences` sequences."""
-    peer = Peer(args.model, args.threads, args.sequences, args.prompt_tokens + args.gen_tokens, args.repack)
+    peer = Peer(args.model, args.threads, args.sequences, args.prompt_tokens + args.gen_tokens, args.repack, args.flash)
     for sequence in range(args.sequences):
         peer.prefill(sequence, 0, peer.prompt(args.prompt_tokens))
     tokens = peer.prompt(args.sequences)
@@ -104,14 +105,14 @@ def batch(args):
 def ready(args):
     """Loading, without the interpreter's own start: until one token is computed."""
     start = time.perf_counter()
-    peer = Peer(args.model, args.threads, 16, 1024, args.repack)
+    peer = Peer(args.model, args.threads, 16, 1024, args.repack, args.flash)
     peer.step([(0, 0, 100, True)])
     return {"ready s": time.perf_counter() - start}
 
 
 def context(args):
     """Decode speed at each context length, one sequence that grows."""
-    peer = Peer(args.model, args.threads, 1, max(args.contexts) + args.gen_tokens, args.repack)
+    peer = Peer(args.model, args.threads, 1, max(args.contexts) + args.gen_tokens, args.repack, args.flash)
     at, figures = 0, {}
     for length in args.contexts:
         assert length > at, f"context {length}: must lie beyond the tokens decoded before, {at}"
@@ -136,7 +137,7 @@ def serve(args):
     """Continuous batching as llama.cpp's server does it: decodes first, prompts fill the step up to BATCH tokens, each
     slot its own; no HTTP and no text."""
     length = args.shared_prefix + args.prompt_tokens + args.gen_tokens
-    peer = Peer(args.model, args.threads, args.concurrency, length, args.repack)
+    peer = Peer(args.model, args.threads, args.concurrency, length, args.repack, args.flash)
     peer.prefill(0, 0, peer.prompt(32))
     peer.forget()
     prefix = peer.prompt(args.shared_prefix)
@@ -194,6 +195,7 @@ if __name__ == "__main__":
     parser.add_argument("model")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--repack", type=int, default=1)
+    parser.add_argument("--flash", type=int, default=1)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--gen-tokens", type=int, default=64)
     parser.add_argument("--sequences", type=int, default=16)
