@@ -85,13 +85,15 @@ samples = []
 
 def client(seed):
     rng = random.Random(seed)
-    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=600)
     while time.time() < deadline and not wrong:
         index = rng.randrange(len(prompts))
         if rng.random() < 0.1:
             abandon(prompts[index])
             continue
+        # A connection a request: one kept over a long pause may be closed by the server, and rightly so.
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=600)
         answer = post(connection, prompts[index])
+        connection.close()
         with lock:
             done[0] += 1
             if answer != alone[index]:
