@@ -9,6 +9,7 @@
 
 pub mod batch;
 pub mod collective;
+pub mod composed;
 pub mod cpu;
 pub mod dtype;
 pub mod error;
@@ -23,6 +24,7 @@ pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
 pub use ops::{
-    Activation, AttentionParams, Backend, DeviceInfo, LinearPart, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+    Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, Norm, Qkv,
+    ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
 };
 pub use tensor::{DeviceBuffer, Tensor, Weight};

@@ -30,7 +30,7 @@ pub(crate) trait Architecture: Sized {
 /// A loaded layer.
 pub(crate) trait DecoderLayer: Send + Sync {
     /// Adds the layer's contributions to the stream.
-    fn forward(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream) -> Result<(), ModelError>;
+    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError>;
 }
 
 /// Shapes and constants of a decoder, as its configuration states them.
@@ -184,8 +184,7 @@ impl<L: DecoderLayer> CausalLm for Decoder<L> {
         let backend = self.cx.backend.as_ref();
         let mut wanted = backend.temp(rows.len(), hidden.cols())?; // [R, D]
         backend.gather_rows(hidden, rows, &mut wanted)?;
-        let normed = self.final_norm.forward(backend, &wanted)?;
-        self.vocabulary.logits(&self.cx, &normed) // [R, V]
+        self.vocabulary.logits(&self.cx, self.final_norm.of(&wanted)) // [R, V]
     }
 
     fn weight_bytes(&self) -> u64 {

@@ -2,7 +2,9 @@
 //! Kernels behind these may index without asking again.
 
 use super::memory::CpuBuffer;
-use crate::{AttentionParams, BackendError, BatchLayout, DType, DeviceBatch, DeviceBuffer, KvPoolSpec, Tensor};
+use crate::{
+    AttentionParams, BackendError, BatchLayout, DType, DeviceBatch, DeviceBuffer, KvPoolSpec, RopeTable, Tensor,
+};
 
 /// A shape error of `op`.
 pub(crate) fn shape_error(op: &'static str, expected: impl Into<String>, got: impl Into<String>) -> BackendError {
@@ -90,6 +92,28 @@ pub(crate) fn ensure_attention(
         (format!("a cache group below {}", batch.layout.groups.len()), group_idx.to_string())
     })?;
     ensure(op, window != Some(0), || ("a window of at least one token".into(), "0".into()))
+}
+
+/// `cols` are whole heads, and a head has as many elements as are rotated.
+pub(crate) fn ensure_rope(
+    op: &'static str,
+    cols: usize,
+    head_dim: usize,
+    table: &RopeTable,
+) -> Result<(), BackendError> {
+    let pairs = table.inv_freq.len();
+    ensure(op, head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim, || {
+        (format!("whole heads of at least {} elements", 2 * pairs), format!("{cols} columns, heads of {head_dim}"))
+    })
+}
+
+/// Every slot is inside the pool. (`upload_batch` saw to this; it is asked again because K and V are written through
+/// pointers.)
+pub(crate) fn ensure_slots(op: &'static str, slots: &[u32], spec: &KvPoolSpec) -> Result<(), BackendError> {
+    let num_slots = spec.num_blocks * spec.block_size;
+    ensure(op, slots.iter().all(|&slot| (slot as usize) < num_slots), || {
+        (format!("slots below {num_slots}"), format!("{slots:?}"))
+    })
 }
 
 /// Everything the kernels take for granted about a batch: see [`crate::Backend::upload_batch`].

@@ -5,7 +5,7 @@
 use crate::decoder::DecoderSpec;
 use crate::weights::{Cut, Module, WeightReader};
 use crate::{ModelError, RankContext};
-use pagemill_backend::{LinearPart, Tensor, Weight};
+use pagemill_backend::{LinearInput, LinearPart, Tensor, Weight};
 
 /// Embedding and head.
 pub(crate) struct Vocabulary {
@@ -36,12 +36,12 @@ impl Vocabulary {
     }
 
     /// Logits `[R, V]` of `x` `[R, D]`, the same on every rank.
-    pub(crate) fn logits(&self, rank: &RankContext, x: &Tensor) -> Result<Tensor, ModelError> {
+    pub(crate) fn logits(&self, rank: &RankContext, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
         let head = self.head.as_ref().unwrap_or(&self.embedding);
         let mut out = rank.backend.temp(x.rows(), head.rows())?;
-        rank.backend.linear(x, &mut [LinearPart { weight: head, bias: None, out: &mut out }])?;
+        rank.backend.fused_linear(x, &mut [LinearPart { weight: head, bias: None, out: &mut out }])?;
         if head.rows() < self.embedding.rows() {
-            let mut gathered = rank.backend.temp(x.rows(), self.embedding.rows())?;
+            let mut gathered = rank.backend.temp(out.rows(), self.embedding.rows())?;
             rank.collective.all_gather_cols(&out, &mut gathered)?;
             out = gathered;
         }

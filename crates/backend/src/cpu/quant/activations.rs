@@ -22,7 +22,6 @@
 use super::layout::{BLOCK_COLS, Format};
 use crate::BackendError;
 use crate::cpu::memory::AlignedBytes;
-use std::ops::Range;
 
 /// Below this, `MAX_CODE / amax` could overflow.
 const TINY: f32 = 1e-30;
@@ -266,24 +265,21 @@ impl QuantizedActivations {
         Ok(())
     }
 
-    /// Quantises `rows` of `x` `[T, C]` (the shape given to `prepare`).
+    /// Quantises row `t`, `x` `[C]` (of the shape given to `prepare`).
     ///
     /// # Safety
-    /// Called from several threads at once with disjoint `rows`, and not together with a reader.
-    pub(crate) unsafe fn quantize_rows(&self, x: &[f32], rows: Range<usize>) {
-        assert!(rows.end <= self.shape.rows && rows.start <= rows.end, "rows outside the prepared shape");
-        let cols = self.shape.blocks_per_row * BLOCK_COLS;
-        for t in rows {
-            let acts = self.rows_from(t);
-            for (b, x) in x[t * cols..(t + 1) * cols].chunks_exact(BLOCK_COLS).enumerate() {
-                // SAFETY: inside the range that `prepare` sized for this shape; the caller keeps rows disjoint
-                // between threads, so that this is the only reference to the block. The memory is initialised
-                // (zeroed), aligned to 64, and any bit pattern is valid for the type.
-                let codes = unsafe { &mut *acts.codes(0, b).cast::<Codes>().cast_mut() };
-                let sums = self.quantize_block(x, codes);
-                // SAFETY: as above, in the arrays behind the codes.
-                unsafe { acts.store_sums(b, sums) };
-            }
+    /// Called from several threads at once with different `t`, and not together with a reader.
+    pub(crate) unsafe fn quantize_row(&self, t: usize, x: &[f32]) {
+        assert!(x.len() == self.shape.blocks_per_row * BLOCK_COLS, "a row of another shape than was prepared");
+        let acts = self.rows_from(t);
+        for (b, x) in x.chunks_exact(BLOCK_COLS).enumerate() {
+            // SAFETY: inside the range that `prepare` sized for this shape; the caller keeps rows disjoint
+            // between threads, so that this is the only reference to the block. The memory is initialised
+            // (zeroed), aligned to 64, and any bit pattern is valid for the type.
+            let codes = unsafe { &mut *acts.codes(0, b).cast::<Codes>().cast_mut() };
+            let sums = self.quantize_block(x, codes);
+            // SAFETY: as above, in the arrays behind the codes.
+            unsafe { acts.store_sums(b, sums) };
         }
     }
 
@@ -384,8 +380,10 @@ mod tests {
             x[230] = f32::MAX;
             let mut vector = QuantizedActivations::default();
             vector.prepare(num_rows, cols).unwrap();
-            // SAFETY: one thread.
-            unsafe { vector.quantize_rows(&x, 0..num_rows) };
+            for (t, x) in x.chunks_exact(cols).enumerate() {
+                // SAFETY: one thread.
+                unsafe { vector.quantize_row(t, x) };
+            }
             for (t, x) in x.chunks_exact(cols).enumerate() {
                 for (b, x) in x.chunks_exact(32).enumerate() {
                     let mut codes = Codes::ZERO;

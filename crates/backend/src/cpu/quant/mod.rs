@@ -138,7 +138,7 @@ impl PackedWeight {
 pub(crate) struct Activations<'a> {
     /// `[T, C]`.
     pub(crate) x: &'a [f32],
-    /// Filled by `quantize_rows` if `PackedWeight::wants_quantized`.
+    /// Filled row by row (`quantize_row`) if `PackedWeight::wants_quantized`.
     pub(crate) quantized: &'a QuantizedActivations,
 }
 
