@@ -10,9 +10,7 @@
 //! - A fused op ([`Backend::fused_linear`], [`Backend::rope_kv_write`]) gives the bits that the plain ops give one
 //!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 
-use crate::{
-    BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed,
-};
+use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed};
 
 /// What a device says about itself.
 #[derive(Clone, Debug)]

@@ -86,8 +86,7 @@ fn fused_linear_gives_the_bits_of_the_plain_ops() {
             for rows in ROWS {
                 // More parts than one job takes, too: the rows are made, and the residual is added to, once.
                 for dtypes in [&[Q8_0][..], &[F32], &[Q8_0, F32, Q8_0], &[Q8_0; 11], &[]] {
-                    let plain =
-                        products(&backend, kind, rows, dtypes, |x, parts| composed::linear(&backend, x, parts));
+                    let plain = products(&backend, kind, rows, dtypes, |x, parts| composed::linear(&backend, x, parts));
                     let fused = products(&backend, kind, rows, dtypes, |x, parts| backend.fused_linear(x, parts));
                     assert!(plain == fused, "{}: kind {kind}, {rows} rows, {dtypes:?}", backend.info().description);
                     assert!(plain.iter().flatten().all(|&x| f32::from_bits(x).is_finite()));

@@ -240,7 +240,9 @@ impl CpuBackend {
         ensure_shape(OP, "k", &k, slots.len(), num_kv_heads * head_dim)?;
         ensure_shape(OP, "v", &v, slots.len(), num_kv_heads * head_dim)?;
         let positions = &batch.layout.positions;
-        ensure(OP, positions.len() == slots.len(), || (format!("{} positions", slots.len()), positions.len().to_string()))?;
+        ensure(OP, positions.len() == slots.len(), || {
+            (format!("{} positions", slots.len()), positions.len().to_string())
+        })?;
         let mut angles = lock(&self.angles);
         let task = HeadTask {
             kernels: self.rows,

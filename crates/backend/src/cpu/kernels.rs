@@ -47,7 +47,9 @@ pub(crate) fn row_kernels(isa: Isa) -> &'static RowKernels {
     match isa {
         Isa::Scalar => &SCALAR,
         #[cfg(target_arch = "x86_64")]
-        _ => &super::avx2::ROW_KERNELS,
+        Isa::Avx2 => &super::avx2::ROW_KERNELS,
+        #[cfg(target_arch = "x86_64")]
+        _ => &super::avx512::ROW_KERNELS,
         #[cfg(not(target_arch = "x86_64"))]
         _ => &SCALAR,
     }

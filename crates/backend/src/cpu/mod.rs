@@ -31,6 +31,8 @@ mod avx2_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2_linear;
 #[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
 mod avx512_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512_linear;
