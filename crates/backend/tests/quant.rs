@@ -271,7 +271,7 @@ fn every_kernel_is_near_the_exact_product() {
         for isa in available() {
             for mode in MODES {
                 // The plain code is slow, and the same for every number of rows.
-                for num_t in TOKENS.into_iter().filter(|&t| isa > Isa::Scalar || t < 64) {
+                for num_t in TOKENS.into_iter().filter(|&t| isa != Isa::Scalar || t < 64) {
                     for num_n in FEATURES {
                         case.check(isa, mode, num_t, num_n);
                     }

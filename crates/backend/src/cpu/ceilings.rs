@@ -122,7 +122,7 @@ fn pick_sum(_isa: Isa) -> fn(&[u64]) -> u64 {
 
 #[cfg(target_arch = "x86_64")]
 fn pick_sum(isa: Isa) -> fn(&[u64]) -> u64 {
-    if isa >= Isa::Avx2 && isa.is_available() { x86::sum } else { |words| sum(words) }
+    if isa != Isa::Scalar && isa.is_available() { x86::sum } else { |words| sum(words) }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -136,8 +136,9 @@ fn pick(isa: Isa, number: Number) -> Option<Kernel> {
         return None;
     }
     match (isa, number) {
-        (Isa::Scalar, _) => None,
-        (Isa::Avx2, Number::F32) => Some(x86::F32_AVX2),
+        (Isa::Scalar | Isa::Neon | Isa::NeonDot, _) => None,
+        (Isa::Avx2 | Isa::AvxVnni, Number::F32) => Some(x86::F32_AVX2),
+        (Isa::AvxVnni, Number::Int8) => Some(x86::INT8_AVX_VNNI),
         (Isa::Avx2, Number::Int8) => Some(x86::INT8_AVX2),
         (Isa::Avx512Vnni | Isa::Avx512Amx, Number::F32) => Some(x86::F32_AVX512),
         (Isa::Avx512Vnni, Number::Int8) => Some(x86::INT8_VNNI),
@@ -173,6 +174,13 @@ mod x86 {
         run: || {
             // SAFETY: `pick` hands a kernel out only where its instruction set is available.
             unsafe { int8_avx2() }
+        },
+        ops: (CHAINS * 32 * 2) as f64,
+    };
+    pub(super) const INT8_AVX_VNNI: Kernel = Kernel {
+        run: || {
+            // SAFETY: `pick` hands a kernel out only where its instruction set is available.
+            unsafe { int8_avx_vnni() }
         },
         ops: (CHAINS * 32 * 2) as f64,
     };
@@ -222,6 +230,18 @@ mod x86 {
                 // cannot take its products out of the loop.
                 unsafe { asm!("/* {0} */", inout(ymm_reg) a, options(nomem, nostack, preserves_flags)) };
                 *acc = _mm256_add_epi32(*acc, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), ones));
+            }
+        }
+        black_box(acc);
+    }
+
+    #[target_feature(enable = "avx2,avxvnni")]
+    fn int8_avx_vnni() {
+        let (a, b) = (_mm256_set1_epi8(black_box(5)), _mm256_set1_epi8(black_box(3)));
+        let mut acc = [_mm256_setzero_si256(); CHAINS];
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                *acc = _mm256_dpbusd_avx_epi32(*acc, a, b);
             }
         }
         black_box(acc);

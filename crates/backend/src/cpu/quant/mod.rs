@@ -13,7 +13,13 @@ mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+mod avx2_float;
+#[cfg(target_arch = "x86_64")]
+mod avx2_panel;
+#[cfg(target_arch = "x86_64")]
 mod avx512vnni;
+#[cfg(target_arch = "x86_64")]
+mod avxvnni;
 #[doc(hidden)]
 pub mod bench_access;
 mod layout;
@@ -23,7 +29,7 @@ mod tile;
 
 pub(crate) use activations::QuantizedActivations;
 
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::linear::OutMatrix;
 use super::memory::{AlignedBytes, WeightMemory};
 use super::pool::{SendPtr, ThreadPool};
@@ -209,14 +215,15 @@ unsafe fn run_int(weight: &PackedWeight, job: &Job, acts: ActRows) {
     // SAFETY: the caller's promise.
     unsafe {
         match weight.isa {
-            Isa::Scalar => with::<scalar::Scalar>(weight.dtype, job, acts),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => with::<avx2::Avx2>(weight.dtype, job, acts),
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => with::<avxvnni::AvxVnni>(weight.dtype, job, acts),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, acts),
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Isa::Avx512Amx => with::<amx::Amx>(weight.dtype, job, acts),
-            #[cfg(target_arch = "x86_64")]
-            _ => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, acts),
-            #[cfg(not(target_arch = "x86_64"))]
+            // The rest of the sets are another machine's: `new` refused them.
             _ => with::<scalar::Scalar>(weight.dtype, job, acts),
         }
     }
@@ -236,15 +243,11 @@ unsafe fn run_float(weight: &PackedWeight, job: &Job, x: FloatRows) {
     }
     // SAFETY: the caller's promise.
     unsafe {
-        match weight.isa {
-            Isa::Scalar => with::<scalar::Scalar>(weight.dtype, job, x),
+        match weight.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => with::<avx2::Avx2>(weight.dtype, job, x),
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Isa::Avx512Amx => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
+            Vectors::Avx2 => with::<avx2::Avx2>(weight.dtype, job, x),
             #[cfg(target_arch = "x86_64")]
-            _ => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
-            #[cfg(not(target_arch = "x86_64"))]
+            Vectors::Avx512 => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
             _ => with::<scalar::Scalar>(weight.dtype, job, x),
         }
     }
