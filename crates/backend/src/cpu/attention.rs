@@ -188,6 +188,8 @@ fn kernels(isa: Isa, head_dim: usize) -> Option<&'static AttentionKernels> {
         Vectors::Avx512 if head_dim <= super::avx512_attention::MAX_HEAD_DIM => Some(&super::avx512_attention::KERNELS),
         #[cfg(target_arch = "x86_64")]
         Vectors::Avx2 | Vectors::Avx512 => Some(&super::avx2_attention::KERNELS),
+        #[cfg(target_arch = "aarch64")]
+        Vectors::Neon => Some(&super::neon_attention::KERNELS),
         _ => None,
     }
 }

@@ -77,6 +77,8 @@ impl FloatWeight {
                 Vectors::Avx512 => super::avx512_linear::matmul_tile(self, x, cols, tokens, rows, out),
                 #[cfg(target_arch = "x86_64")]
                 Vectors::Avx2 => super::avx2_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                #[cfg(target_arch = "aarch64")]
+                Vectors::Neon => super::neon_linear::matmul_tile(self, x, cols, tokens, rows, out),
                 _ => self.matmul_tile_scalar(x, cols, tokens, rows, out),
             }
         }

@@ -47,6 +47,8 @@ pub(crate) fn row_kernels(isa: Isa) -> &'static RowKernels {
     match isa.vectors() {
         #[cfg(target_arch = "x86_64")]
         Vectors::Avx2 | Vectors::Avx512 => &super::avx2::ROW_KERNELS,
+        #[cfg(target_arch = "aarch64")]
+        Vectors::Neon => &super::neon::ROW_KERNELS,
         _ => &SCALAR,
     }
 }

@@ -91,6 +91,7 @@ impl BlockScale {
 }
 
 /// Quantises a block: the reference for the vector code.
+#[cfg_attr(target_arch = "aarch64", allow(dead_code))] // only tests need it where all machines have vectors
 fn quantize_block(x: &[f32], codes: &mut Codes) -> BlockSums {
     // Magnitudes as integers order like the floats, with NaN above infinity.
     let amax_bits = x.iter().map(|v| v.to_bits() & 0x7fff_ffff).max().unwrap_or(0);
@@ -175,6 +176,7 @@ impl ActRows {
     }
 
     /// Bytes from one row's codes to those of the next in its tile.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // for tile units
     #[inline(always)]
     pub(super) fn codes_stride(self) -> usize {
         self.row_stride * size_of::<Codes>()
@@ -234,6 +236,7 @@ pub(crate) struct QuantizedActivations {
     /// `None` until the first `prepare`.
     bytes: Option<AlignedBytes>,
     shape: Shape,
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     has_avx2: bool,
 }
 
@@ -294,6 +297,10 @@ impl QuantizedActivations {
             // SAFETY: the processor has AVX2 (`has_avx2`); `x` holds 32 values.
             return unsafe { super::activations_avx2::quantize_block(x, codes) };
         }
+        #[cfg(target_arch = "aarch64")]
+        // SAFETY: every aarch64 processor that Rust's targets allow for has NEON; `x` holds 32 values.
+        return unsafe { super::activations_neon::quantize_block(x, codes) };
+        #[cfg(not(target_arch = "aarch64"))]
         quantize_block(x, codes)
     }
 

@@ -8,6 +8,8 @@
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod activations_avx2;
+#[cfg(target_arch = "aarch64")]
+mod activations_neon;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 #[cfg(target_arch = "x86_64")]
@@ -23,6 +25,12 @@ mod avxvnni;
 #[doc(hidden)]
 pub mod bench_access;
 mod layout;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_float;
+#[cfg(target_arch = "aarch64")]
+mod neon_panel;
 mod scalar;
 mod stored;
 mod tile;
@@ -223,6 +231,10 @@ unsafe fn run_int(weight: &PackedWeight, job: &Job, acts: ActRows) {
             Isa::Avx512Vnni => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, acts),
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Isa::Avx512Amx => with::<amx::Amx>(weight.dtype, job, acts),
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => with::<neon::Neon>(weight.dtype, job, acts),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => with::<neon::NeonDot>(weight.dtype, job, acts),
             // The rest of the sets are another machine's: `new` refused them.
             _ => with::<scalar::Scalar>(weight.dtype, job, acts),
         }
@@ -248,6 +260,8 @@ unsafe fn run_float(weight: &PackedWeight, job: &Job, x: FloatRows) {
             Vectors::Avx2 => with::<avx2::Avx2>(weight.dtype, job, x),
             #[cfg(target_arch = "x86_64")]
             Vectors::Avx512 => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => with::<neon::Neon>(weight.dtype, job, x),
             _ => with::<scalar::Scalar>(weight.dtype, job, x),
         }
     }
