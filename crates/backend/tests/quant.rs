@@ -447,3 +447,11 @@ fn zero_and_tiny_activations_give_zero() {
         }
     }
 }
+
+/// Else the tests under it would say nothing about the sets it lacks.
+#[test]
+fn an_emulator_offers_every_set_of_its_machine() {
+    if is_emulated() && cfg!(target_arch = "aarch64") {
+        assert_eq!(available(), [Isa::Scalar, Isa::Neon, Isa::NeonDot]);
+    }
+}

@@ -19,10 +19,8 @@ pub(super) struct Neon;
 /// NEON with the dot product of bytes.
 pub(super) struct NeonDot;
 
-/// Rows of activations of the largest micro-kernel over a chunk: sums, operands and codes fill the registers.
-const ROWS: usize = 8;
-/// The same over a packed panel, whose four quarters have sums of their own.
-const PACKED_ROWS: usize = 4;
+/// Rows of activations of the largest micro-kernel. With eight the compiler keeps their loop and the sums in memory.
+const ROWS: usize = 4;
 /// Up to this many rows take a panel as it is packed, in pieces, for which it lies in the first-level cache.
 const FEW_ROWS: usize = 8;
 
@@ -193,7 +191,7 @@ impl<P: Products> IntKernel for P {
     const FEW: usize = FEW_ROWS;
 
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
-        for t in (0..num_t).step_by(PACKED_ROWS) {
+        for t in (0..num_t).step_by(ROWS) {
             // SAFETY: as promised to this method; rows `t..` exist.
             unsafe {
                 let (acts, out) = (acts.skip(t, 0), OutRows { ptr: out.row(t), ..out });
@@ -201,7 +199,7 @@ impl<P: Products> IntKernel for P {
                     1 => few_rows::<P, F, 1>(panel, acts, out),
                     2 => few_rows::<P, F, 2>(panel, acts, out),
                     3 => few_rows::<P, F, 3>(panel, acts, out),
-                    _ => few_rows::<P, F, PACKED_ROWS>(panel, acts, out),
+                    _ => few_rows::<P, F, ROWS>(panel, acts, out),
                 }
             }
         }
@@ -219,28 +217,20 @@ impl<P: Products> IntKernel for P {
         num_t: usize,
         start: Start,
     ) {
-        let mut t = 0;
-        while t < num_t {
-            let rows = match num_t - t {
-                ROWS.. => ROWS,
-                4..ROWS => 4,
-                left => left,
-            };
+        for t in (0..num_t).step_by(ROWS) {
             for panel in panels {
                 // SAFETY: rows `t..` exist; as promised to this method.
                 unsafe {
                     let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
                     let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    match rows {
+                    match num_t - t {
                         1 => many_rows::<P, F, 1>(chunk, num_blocks, acts, out, start),
                         2 => many_rows::<P, F, 2>(chunk, num_blocks, acts, out, start),
                         3 => many_rows::<P, F, 3>(chunk, num_blocks, acts, out, start),
-                        4 => many_rows::<P, F, 4>(chunk, num_blocks, acts, out, start),
                         _ => many_rows::<P, F, ROWS>(chunk, num_blocks, acts, out, start),
                     }
                 }
             }
-            t += rows;
         }
     }
 }
