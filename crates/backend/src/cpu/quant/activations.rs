@@ -406,9 +406,9 @@ mod tests {
                         assert_eq!(whole.neg_sum_q::<Q4_0>(0, 0, 0), -sum_q[0] - sum_q[1]);
                         let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
                         assert!(same(whole.sum_x::<Q4_0>(0, 0, 0), d * (sum_q[0] + sum_q[1]) as f32));
-                        for (g, &sum) in sum_q.iter().enumerate() {
-                            assert_eq!(whole.neg_sum_q::<Q2_K>(0, 0, g), -sum);
-                            assert!(same(whole.sum_x::<Q2_K>(0, 0, g), d * sum as f32));
+                        for (g, sum_q) in sum_q.into_iter().enumerate() {
+                            assert_eq!(whole.neg_sum_q::<Q2_K>(0, 0, g), -sum_q);
+                            assert!(same(whole.sum_x::<Q2_K>(0, 0, g), d * sum_q as f32));
                         }
                     }
                 }
