@@ -12,7 +12,7 @@ const EMULATOR: &str = "qemu-aarch64";
 /// Where the cross compiler's packages put the target's libraries.
 const SYSROOT: &str = "/usr/aarch64-linux-gnu";
 
-/// Lints the workspace for aarch64 and runs the backend's tests under the emulator, on small shapes
+/// Lints the backend for aarch64 and runs the backend's tests under the emulator, on small shapes
 /// (`crates/backend/tests/support/emulation.rs`). Where tools are missing nothing is run, and what and why is said
 /// on stderr: the machine may not allow for them.
 ///
@@ -36,7 +36,7 @@ pub fn run() -> Result<()> {
         ("CC_aarch64_unknown_linux_gnu", LINKER),
         ("PAGEMILL_TEST_EMULATED", "1"),
     ];
-    cargo_with(&["clippy", "--workspace", "--target", TARGET, "--", "-D", "warnings"], &envs)?;
+    cargo_with(&["clippy", "-p", "pagemill-backend", "--target", TARGET, "--", "-D", "warnings"], &envs)?;
     cargo_with(&["test", "-p", "pagemill-backend", "--tests", "--target", TARGET], &envs)
 }
 
