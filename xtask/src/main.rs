@@ -2,15 +2,17 @@
 
 #![forbid(unsafe_code)]
 
+mod emulated;
 mod tidy;
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "cargo xtask test    everything CI checks: tidy, format, clippy, all tests
-cargo xtask tidy    arrows between crates, file lengths, names
-cargo xtask lint    format and clippy";
+const USAGE: &str = "cargo xtask test        everything CI checks: tidy, format, clippy, all tests
+cargo xtask tidy        arrows between crates, file lengths, names
+cargo xtask lint        format and clippy
+cargo xtask emulated    the backend's tests for aarch64, under an emulator";
 
 fn main() -> ExitCode {
     match run() {
@@ -28,6 +30,7 @@ fn run() -> Result<()> {
         ["test"] => test(),
         ["tidy"] => tidy::run(&root()),
         ["lint"] => lint(),
+        ["emulated"] => emulated::run(),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())
@@ -45,7 +48,8 @@ fn test() -> Result<()> {
     tidy::run(&root())?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
-    cargo(&["test", "--workspace", "--doc"])
+    cargo(&["test", "--workspace", "--doc"])?;
+    emulated::run()
 }
 
 fn lint() -> Result<()> {
@@ -54,9 +58,16 @@ fn lint() -> Result<()> {
 }
 
 fn cargo(args: &[&str]) -> Result<()> {
+    cargo_with(args, &[])
+}
+
+/// Runs cargo in the workspace with these variables set.
+fn cargo_with(args: &[&str], envs: &[(&str, &str)]) -> Result<()> {
     println!("$ cargo {}", args.join(" "));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(args).current_dir(root()).status().context("starting cargo")?;
+    let mut command = Command::new(cargo);
+    command.args(args).envs(envs.iter().copied()).current_dir(root());
+    let status = command.status().context("starting cargo")?;
     if !status.success() {
         bail!("cargo {} failed ({status})", args.join(" "));
     }

@@ -63,7 +63,7 @@ pub struct EngineSettings {
     /// What quantised weights are multiplied with: int8, or f32 (exact, slower) [default: int8]
     #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
     pub activations: Option<String>,
-    /// Instruction set: auto, scalar, avx2, avx512-vnni or avx512-amx [default: auto]
+    /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
     #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
     pub isa: Option<String>,
     /// Where the model runs: cpu in this version [default: cpu]

@@ -5,12 +5,14 @@
 //! Every result row depends on its own input row only and is summed in a fixed order, so that
 //! threads, batch and chunking never change a bit (see [`crate::ops`]).
 
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // spans are for vector kernels only
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+// spans are for vector kernels only
 mod attention;
 #[doc(hidden)]
 pub mod ceilings;
 mod check;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // so is the choice of instruction set
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+// so is the choice of instruction set
 mod float_linear;
 mod fused;
 mod host;
@@ -36,6 +38,12 @@ mod avx512;
 mod avx512_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512_linear;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_attention;
+#[cfg(target_arch = "aarch64")]
+mod neon_linear;
 
 pub use isa::Isa;
 #[doc(hidden)]

@@ -174,6 +174,7 @@ impl ActRows {
     }
 
     /// Bytes from one row's codes to those of the next in its tile.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // for tile units
     #[inline(always)]
     pub(super) fn codes_stride(self) -> usize {
         self.row_stride * size_of::<Codes>()
@@ -245,7 +246,10 @@ impl Default for QuantizedActivations {
 /// Who quantises a row: all give the same bits.
 #[derive(Clone, Copy)]
 enum RowKernel {
+    #[cfg_attr(target_arch = "aarch64", allow(dead_code))] // only tests want it where all machines have vectors
     Scalar,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     #[cfg(target_arch = "x86_64")]
     Avx2,
     #[cfg(target_arch = "x86_64")]
@@ -264,6 +268,9 @@ impl RowKernel {
                 return RowKernel::Avx2;
             }
         }
+        #[cfg(target_arch = "aarch64")]
+        return RowKernel::Neon;
+        #[cfg(not(target_arch = "aarch64"))]
         RowKernel::Scalar
     }
 }
@@ -314,6 +321,8 @@ impl QuantizedActivations {
                 RowKernel::Avx512 => super::activations_avx512::quantize_row(acts, x),
                 #[cfg(target_arch = "x86_64")]
                 RowKernel::Avx2 => super::activations_avx2::quantize_row(acts, x),
+                #[cfg(target_arch = "aarch64")]
+                RowKernel::Neon => super::activations_neon::quantize_row(acts, x),
                 RowKernel::Scalar => quantize_row_with(acts, x, quantize_block),
             }
         }
@@ -425,6 +434,8 @@ mod tests {
             RowKernel::Avx2 => kernels.push(RowKernel::Avx2),
             RowKernel::Scalar => {}
         }
+        #[cfg(target_arch = "aarch64")]
+        kernels.push(RowKernel::Neon);
         kernels
     }
 
