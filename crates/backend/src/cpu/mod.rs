@@ -21,7 +21,9 @@ mod memory;
 mod pool;
 mod quant;
 mod reference;
+mod rendezvous;
 mod rope;
+mod shared_collective;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -37,6 +39,7 @@ mod avx512_linear;
 pub use isa::Isa;
 #[doc(hidden)]
 pub use quant::bench_access;
+pub use shared_collective::SharedCollective;
 
 use crate::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceBuffer,
@@ -83,6 +86,18 @@ pub struct CpuConfig {
     pub activations: ActivationMode,
     /// Kernels to use instead of the best of this machine.
     pub isa: Option<Isa>,
+}
+
+impl CpuConfig {
+    /// The same for each of `num_ranks` ranks that share the threads out, the first ones the rest; at
+    /// least one each.
+    #[must_use]
+    pub fn divided(self, num_ranks: usize) -> Vec<Self> {
+        let total = self.num_threads.unwrap_or_else(host::usable_cores);
+        let num_ranks = num_ranks.max(1);
+        let share = |rank| total / num_ranks + usize::from(rank < total % num_ranks);
+        (0..num_ranks).map(|rank| Self { num_threads: Some(share(rank).max(1)), ..self }).collect()
+    }
 }
 
 /// The CPU as a device.
@@ -309,10 +324,26 @@ impl Backend for CpuBackend {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
             return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
         }
+        self.embed_part(table, 0, ids, scale, out)
+    }
+
+    fn embed_part(
+        &self,
+        table: &Weight,
+        first_id: usize,
+        ids: &[u32],
+        scale: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "embed_part";
+        ensure_shape(OP, "out", out, ids.len(), table.cols())?;
         let (cols, weight) = (table.cols(), cpu_weight(OP, table)?);
         self.by_rows(elements_mut(OP, out)?, cols, &|first, rows| {
             for (row, &id) in rows.chunks_exact_mut(cols).zip(&ids[first..]) {
-                weight.dequantize_row(id as usize, row);
+                match (id as usize).checked_sub(first_id).filter(|&at| at < table.rows()) {
+                    Some(at) => weight.dequantize_row(at, row),
+                    None => row.fill(0.0),
+                }
                 if scale != 1.0 {
                     (self.rows.scale)(row, scale);
                 }
