@@ -111,8 +111,8 @@ pub(crate) fn balance(costs: &Costs, count: usize) -> Option<Vec<Stage>> {
         let mut next = vec![None; num_layers + 1];
         let mut from = vec![0; num_layers + 1];
         for end in index + 1..=num_layers {
-            for start in index..end {
-                let Some(before) = best[start] else { continue };
+            for (start, before) in best.iter().enumerate().take(end).skip(index) {
+                let Some(before) = *before else { continue };
                 let dearest = before.max(stage_cost(index, start..end));
                 if next[end].is_none_or(|found| dearest < found) {
                     (next[end], from[end]) = (Some(dearest), start);
