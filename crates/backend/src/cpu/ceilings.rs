@@ -3,40 +3,61 @@
 //! `pagemill bench kernels`. Knows no kernel and no tensor.
 
 use super::Isa;
+use super::memory::AlignedBytes;
 use std::hint::black_box;
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
-/// Words that one pass of the reading loop adds at a time.
+/// Words of eight bytes that one pass of the reading loop adds at a time.
 const LANES: usize = 32;
 
 /// Bytes a second that `num_threads` threads read together, each passing over its own share of
-/// `buffer_bytes` (allocated and written first) for about `duration`. A buffer well beyond the caches
-/// gives the memory's figure, a smaller one that of the cache it fits.
+/// `buffer_bytes` (allocated and written first), for about `duration` in all. A buffer well beyond the caches
+/// gives the memory's figure, a smaller one that of the cache it fits. The best of several distances at which
+/// the loop asks for memory ahead: without, one core's misses in flight are too few for a far cache.
 #[must_use]
 #[allow(clippy::cast_precision_loss)] // byte counts
 pub fn read_bytes_per_second(isa: Isa, num_threads: usize, buffer_bytes: usize, duration: Duration) -> f64 {
     let words = (buffer_bytes / 8 / num_threads.max(1)).max(LANES);
     let sum = pick_sum(isa);
-    let start = Barrier::new(num_threads.max(1));
+    let (start, threads) = (Barrier::new(num_threads.max(1)), num_threads.max(1));
+    let part = duration / u32::try_from(AHEAD_BYTES.len()).unwrap_or(1);
     let work = || {
-        let share = vec![1_u64; words];
-        start.wait();
-        rate(duration, || {
-            black_box(sum(black_box(&share)));
-            (words * 8) as f64
+        // As the weights lie: on huge pages where the system has them.
+        let mut share = AlignedBytes::zeroed(words * 8, "a buffer to read").ok();
+        if let Some(share) = &mut share {
+            share.as_mut_slice().fill(1);
+        }
+        let share = share.as_ref().map_or(&[][..], AlignedBytes::as_slice);
+        AHEAD_BYTES.map(|ahead| {
+            start.wait();
+            rate(part, || {
+                black_box(sum(black_box(share), ahead));
+                share.len() as f64
+            })
         })
     };
-    on_threads(num_threads, &work)
+    let rates = on_threads(threads, &work);
+    (0..AHEAD_BYTES.len()).map(|i| rates.iter().map(|rates| rates[i]).sum()).fold(0.0, f64::max)
 }
+
+/// Distances tried, in bytes; 0: the hardware is left alone.
+const AHEAD_BYTES: [usize; 5] = [0, 512, 1024, 2048, 4096];
 
 /// The vectors are the compiler's: `inline(always)`, so that they are those of the caller.
 #[inline(always)]
-fn sum(words: &[u64]) -> u64 {
+fn sum(bytes: &[u8], ahead: usize, prefetch: impl Fn(*const u8)) -> u64 {
     let mut lanes = [0_u64; LANES];
-    for chunk in words.chunks_exact(LANES) {
-        for (lane, word) in lanes.iter_mut().zip(chunk) {
-            *lane = lane.wrapping_add(*word);
+    for chunk in bytes.chunks_exact(LANES * 8) {
+        if ahead > 0 {
+            for line in (0..LANES * 8).step_by(64) {
+                prefetch(chunk.as_ptr().wrapping_add(ahead + line));
+            }
+        }
+        for (lane, word) in lanes.iter_mut().zip(chunk.chunks_exact(8)) {
+            let mut bytes = [0; 8];
+            bytes.copy_from_slice(word);
+            *lane = lane.wrapping_add(u64::from_le_bytes(bytes));
         }
     }
     lanes.iter().fold(0, |a, b| a.wrapping_add(*b))
@@ -89,7 +110,7 @@ fn peak(kernel: Kernel, num_threads: usize, duration: Duration) -> f64 {
             kernel.ops * ROUNDS as f64
         })
     };
-    on_threads(num_threads, &work)
+    on_threads(num_threads, &work).iter().sum()
 }
 
 /// Units a second of `pass`, which says how many it did, repeated for `duration` (twice at least).
@@ -105,24 +126,28 @@ fn rate(duration: Duration, mut pass: impl FnMut() -> f64) -> f64 {
     }
 }
 
-/// The sum of what `work` gives on each of `num_threads` threads at once.
-fn on_threads(num_threads: usize, work: &(dyn Fn() -> f64 + Sync)) -> f64 {
+/// What `work` gives on each of `num_threads` threads at once.
+fn on_threads<T: Send>(num_threads: usize, work: &(dyn Fn() -> T + Sync)) -> Vec<T> {
     std::thread::scope(|scope| {
         let others: Vec<_> = (1..num_threads).map(|_| scope.spawn(work)).collect();
         let own = work();
         // A thread that panicked has already said so.
-        others.into_iter().fold(own, |total, thread| total + thread.join().unwrap_or(0.0))
+        std::iter::once(own).chain(others.into_iter().filter_map(|thread| thread.join().ok())).collect()
     })
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-fn pick_sum(_isa: Isa) -> fn(&[u64]) -> u64 {
-    |words| sum(words)
+fn pick_sum(_isa: Isa) -> fn(&[u8], usize) -> u64 {
+    |bytes, ahead| sum(bytes, ahead, |_| {})
 }
 
 #[cfg(target_arch = "x86_64")]
-fn pick_sum(isa: Isa) -> fn(&[u64]) -> u64 {
-    if isa >= Isa::Avx2 && isa.is_available() { x86::sum } else { |words| sum(words) }
+fn pick_sum(isa: Isa) -> fn(&[u8], usize) -> u64 {
+    match isa {
+        Isa::Avx512Vnni | Isa::Avx512Amx if isa.is_available() => x86::sum_avx512,
+        Isa::Avx2 if isa.is_available() => x86::sum_avx2,
+        _ => |bytes, ahead| sum(bytes, ahead, x86::prefetch),
+    }
 }
 
 #[cfg(not(target_arch = "x86_64"))]
@@ -239,14 +264,30 @@ mod x86 {
         black_box(acc);
     }
 
+    /// Asks for a cache line.
+    pub(super) fn prefetch(at: *const u8) {
+        // SAFETY: SSE is part of the baseline; a prefetch reads nothing that a program can see.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
+    }
+
     /// The reading loop with AVX2; only for `pick_sum`.
-    pub(super) fn sum(words: &[u64]) -> u64 {
+    pub(super) fn sum_avx2(bytes: &[u8], ahead: usize) -> u64 {
         #[target_feature(enable = "avx2")]
-        fn with_avx2(words: &[u64]) -> u64 {
-            super::sum(words)
+        fn with_avx2(bytes: &[u8], ahead: usize) -> u64 {
+            super::sum(bytes, ahead, prefetch)
         }
         // SAFETY: `pick_sum` hands this out only where AVX2 is available.
-        unsafe { with_avx2(words) }
+        unsafe { with_avx2(bytes, ahead) }
+    }
+
+    /// The reading loop with AVX-512; only for `pick_sum`.
+    pub(super) fn sum_avx512(bytes: &[u8], ahead: usize) -> u64 {
+        #[target_feature(enable = "avx512f")]
+        fn with_avx512(bytes: &[u8], ahead: usize) -> u64 {
+            super::sum(bytes, ahead, prefetch)
+        }
+        // SAFETY: `pick_sum` hands this out only where AVX-512 is available.
+        unsafe { with_avx512(bytes, ahead) }
     }
 
     /// Palette 1 as `ldtilecfg` reads it: eight full tiles.
@@ -305,6 +346,6 @@ mod tests {
     fn reading_is_counted_in_bytes() {
         let rate = read_bytes_per_second(Isa::detect(), 2, 1 << 16, Duration::from_millis(5));
         assert!(rate.is_finite() && rate > 1e7, "{rate}");
-        assert_eq!(sum(&vec![1; 4 * LANES]), 4 * LANES as u64);
+        assert_eq!(sum(&[[1, 0, 0, 0, 0, 0, 0, 0]; 4 * LANES].concat(), 64, |_| {}), 4 * LANES as u64);
     }
 }

@@ -1,15 +1,14 @@
 //! Kernels for AVX2 with FMA and F16C. A panel's 16 rows are two halves of 8 lanes.
 //!
 //! Integer products are `maddubs` (unsigned weight codes times signed activation codes into i16
-//! pairs). Its saturation is never met: codes of up to 4 bits allow eight pair sums in i16
-//! (8 * 2 * 15 * 127 = 30480), 5 bits four, 6 bits two; 8-bit codes go in as magnitudes with the
-//! weight's sign moved to the activation (2 * 128 * 127 = 32512).
+//! pairs). Its saturation is never met: with the high plane codes of up to 4 bits allow eight pair sums in
+//! i16 (8 * 2 * 15 * 127 = 30480), 5 bits four, 6 bits two; with the low plane all allow eight. 8-bit codes go
+//! in as magnitudes with the weight's sign moved to the activation (2 * 128 * 127 = 32512). Adding the pairs up
+//! to i32 multiplies those of the high plane by its step.
 
-use super::activations::{ActBlock, FineBlock};
+use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, ScaleKind};
-use super::tile::{
-    ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel,
-};
+use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -219,7 +218,7 @@ impl<F: Format> Source for Widened<'_, F> {
     #[inline]
     unsafe fn operands(&self, block: usize, half: usize) -> [__m256i; 8] {
         // SAFETY: the chunk has this block.
-        unsafe { unpack::<8>(self.chunk.q.as_ptr().add(block).cast(), half) }
+        unsafe { unpack::<8>(self.chunk.q.as_ptr().add(8 * block).cast(), half) }
     }
 
     #[target_feature(enable = "avx2,fma,f16c")]
@@ -233,85 +232,79 @@ impl<F: Format> Source for Widened<'_, F> {
     }
 }
 
-/// `sum` and the exact products of a group's operands with activation codes, each in its lane: with
-/// `q_w - zero` for 8-bit codes, with `q_w` for the narrower (whose `sum` starts with the difference).
+/// `sum` and `step` times the products of a group's operands with one plane of activation codes, each in its
+/// lane; `in_i16` products at a time fit into i16.
+///
+/// # Safety
+/// `codes` is a group's high codes or its low ones.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-unsafe fn add_dot<F: Format>(mut sum: __m256i, q: &[__m256i], codes: *const i8) -> __m256i {
-    let ones = _mm256_set1_epi16(1);
+unsafe fn add_dot(mut sum: __m256i, q: &[__m256i], codes: *const i8, in_i16: usize, step: __m256i) -> __m256i {
     // SAFETY: four codes an operand.
-    let operand = |i: usize| unsafe { _mm256_set1_epi32(codes.add(4 * i).cast::<i32>().read_unaligned()) };
-    if F::LAYOUT.bits == 8 {
-        for (i, &q) in q.iter().enumerate() {
-            let w = _mm256_xor_si256(q, _mm256_set1_epi8(-128));
-            let pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(operand(i), w));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        }
-        return sum;
-    }
-    let in_i16 = match F::LAYOUT.bits {
-        5 => 4,
-        6 => 2,
-        _ => 8,
-    };
+    let operand = |i: usize| unsafe { _mm256_set1_epi32(codes.add(Codes::at(4 * i)).cast::<i32>().read_unaligned()) };
     for (run, q) in q.chunks(in_i16).enumerate() {
         let mut pairs = _mm256_maddubs_epi16(q[0], operand(run * in_i16));
         for (i, &q) in q.iter().enumerate().skip(1) {
             pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(q, operand(run * in_i16 + i)));
         }
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, step));
     }
     sum
 }
 
-/// The products of a group with both planes of a block's activations (`fine` holds zeros where there is
-/// but one).
+/// Exact sum over a group of `(q_w - zero) q_x` for row `t`; `q` are the group's operands, of fewer than 8 bits.
+///
+/// # Safety
+/// The row has the block.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-unsafe fn dot<F: Format>(q: &[__m256i], g: usize, a: &ActBlock, fine: Option<*const FineBlock>) -> __m256i {
-    let layout = F::LAYOUT;
-    let neg_sum = if layout.groups() == 1 { a.neg_sum_q } else { a.neg_sum_q_half[g] };
-    let start = if layout.bits == 8 { 0 } else { neg_sum << layout.log2_zero };
-    let start = _mm256_set1_epi32(start);
-    // SAFETY: a group's codes lie `group` bytes apart in a block.
+unsafe fn dot<F: Format>(q: &[__m256i], acts: ActRows, t: usize, block: usize, g: usize) -> __m256i {
+    let in_i16 = match F::LAYOUT.bits {
+        5 => 4,
+        6 => 2,
+        _ => 8,
+    };
+    // SAFETY: the caller's promise; the groups' codes lie 32 apart where there are two.
     unsafe {
-        let codes = a.q.as_ptr().add(g * layout.group);
-        match fine {
-            None => add_dot::<F>(start, q, codes),
-            Some(fine) => {
-                let coarse = add_dot::<F>(_mm256_setzero_si256(), q, codes);
-                let coarse = _mm256_sll_epi32(coarse, _mm_cvtsi32_si128(a.shift.cast_signed()));
-                add_dot::<F>(_mm256_add_epi32(coarse, start), q, fine.cast::<i8>().add(g * layout.group))
-            }
-        }
+        let codes = acts.codes(t, block).add(32 * g);
+        let start = _mm256_set1_epi32(acts.neg_sum_q::<F>(t, block, g) << F::LAYOUT.log2_zero);
+        let high = add_dot(start, q, codes, in_i16, _mm256_set1_epi16(1 << FINE_BITS));
+        add_dot(high, q, codes.add(Codes::LOW), 8, _mm256_set1_epi16(1))
     }
 }
 
-/// Exact products of a block of 8-bit codes with the one plane of `T` rows: a weight vector is made ready
-/// once for all of them.
+/// Exact products of a block of 8-bit codes with `T` rows: a weight vector is made ready once for all of them.
+///
+/// # Safety
+/// The rows have the block.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
 unsafe fn dots_of_bytes<const T: usize>(q: &[__m256i; 8], acts: ActRows, block: usize) -> [__m256i; T] {
-    let ones = _mm256_set1_epi16(1);
+    let (one, step) = (_mm256_set1_epi16(1), _mm256_set1_epi16(1 << FINE_BITS));
     let mut sums = [_mm256_setzero_si256(); T];
+    // Low codes' pairs are at most 2 * 128 * 4: eight of them fit into i16.
+    let mut low = [_mm256_setzero_si256(); T];
     for (i, &q) in q.iter().enumerate() {
         let w = _mm256_xor_si256(q, _mm256_set1_epi8(-128));
         let magnitude = _mm256_abs_epi8(w);
-        for (t, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: row `t` has the block, which has four codes an operand.
-            let codes = unsafe { (*acts.at(t, block)).q.as_ptr().add(4 * i).cast::<i32>().read_unaligned() };
-            let pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(_mm256_set1_epi32(codes), w));
-            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, ones));
+        for (t, (sum, low)) in sums.iter_mut().zip(&mut low).enumerate() {
+            // SAFETY: row `t` has the block, which has four codes an operand in each plane.
+            let [x, x_low] = unsafe {
+                let codes = acts.codes(t, block).add(Codes::at(4 * i));
+                [codes, codes.add(Codes::LOW)].map(|at| _mm256_set1_epi32(at.cast::<i32>().read_unaligned()))
+            };
+            let pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x, w));
+            *sum = _mm256_add_epi32(*sum, _mm256_madd_epi16(pairs, step));
+            *low = _mm256_add_epi16(*low, _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(x_low, w)));
         }
     }
-    sums
+    std::array::from_fn(|t| _mm256_add_epi32(sums[t], _mm256_madd_epi16(low[t], one)))
 }
 
-/// One block of one half for `T` rows of activations; `OUTLIERS`: some have it as an
-/// outlier block.
+/// One block of one half for `T` rows of activations.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
+unsafe fn block_step<S: Source, const T: usize>(
     src: &S,
     block: usize,
     half: usize,
@@ -322,20 +315,19 @@ unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
     // SAFETY: source and activations have this block.
     unsafe {
         let q = src.operands(block, half);
-        let of_bytes = (layout.bits == 8 && !OUTLIERS).then(|| dots_of_bytes::<T>(&q, acts, block));
+        let of_bytes = (layout.bits == 8).then(|| dots_of_bytes::<T>(&q, acts, block));
         for g in 0..layout.groups() {
             let (d, m) = src.scales(block * layout.groups() + g, half);
             let q = &q[g * layout.group / 4..(g + 1) * layout.group / 4];
             for (t, acc) in acc.iter_mut().enumerate() {
-                let a = &*acts.at(t, block);
-                let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
                 let dot = match &of_bytes {
                     Some(dots) => dots[t],
-                    None => dot::<S::F>(q, g, a, OUTLIERS.then(|| acts.fine_at(t, block))),
+                    None => dot::<S::F>(q, acts, t, block, g),
                 };
-                *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), _mm256_mul_ps(d, _mm256_set1_ps(a.d)), *acc);
+                let scale = _mm256_mul_ps(d, _mm256_set1_ps(acts.scale(t, block)));
+                *acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dot), scale, *acc);
                 if layout.scale.has_min() {
-                    *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(sum_x), *acc);
+                    *acc = _mm256_fmadd_ps(m, _mm256_set1_ps(acts.sum_x::<S::F>(t, block, g)), *acc);
                 }
             }
         }
@@ -386,13 +378,8 @@ unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: 
         let mut high = low;
         for block in 0..panel.shape.num_blocks {
             panel.prefetch::<F>(1, block);
-            if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
-                block_step::<_, T, true>(&src, block, 0, acts, &mut low);
-                block_step::<_, T, true>(&src, block, 1, acts, &mut high);
-            } else {
-                block_step::<_, T, false>(&src, block, 0, acts, &mut low);
-                block_step::<_, T, false>(&src, block, 1, acts, &mut high);
-            }
+            block_step(&src, block, 0, acts, &mut low);
+            block_step(&src, block, 1, acts, &mut high);
         }
         store_acc(out, 0, &low);
         store_acc(out, 1, &high);
@@ -409,18 +396,12 @@ unsafe fn many_rows<F: Format, const T: usize>(
     start: Start,
 ) {
     let src = Widened::<F> { chunk, format: PhantomData };
-    // SAFETY: as promised to `IntKernel::many`.
-    let outliers = unsafe { acts.outliers(T) };
     for half in 0..2 {
         // SAFETY: as promised to `IntKernel::many`.
         unsafe {
             let mut acc = load_acc::<T>(out, half, start);
             for block in 0..num_blocks {
-                if (outliers >> block) & 1 == 1 {
-                    block_step::<_, T, true>(&src, block, half, acts, &mut acc);
-                } else {
-                    block_step::<_, T, false>(&src, block, half, acts, &mut acc);
-                }
+                block_step(&src, block, half, acts, &mut acc);
             }
             store_acc(out, half, &acc);
         }
@@ -437,7 +418,7 @@ unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum,
             // SAFETY: the panel has the block; the chunk has room for it.
             unsafe {
                 let q = packed_operands::<F>(panel, block, half);
-                for (operand, q) in chunk.q[at].iter_mut().zip(q) {
+                for (operand, q) in chunk.q[8 * at..].iter_mut().zip(q) {
                     _mm256_store_si256(operand.as_mut_ptr().add(32 * half).cast(), q);
                 }
                 for g in 0..groups {

@@ -1,11 +1,9 @@
 //! Kernels for AVX-512 with VNNI: a panel's 16 rows are one vector's lanes, and `vpdpbusd` multiplies
 //! unsigned weight codes with signed activation codes straight into i32 (no saturation).
 
-use super::activations::{ActBlock, FineBlock};
+use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, ScaleKind};
-use super::tile::{
-    ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel,
-};
+use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -175,7 +173,7 @@ unsafe fn packed_scales<F: Format>(panel: Panel, group: usize) -> (__m512, __m51
 
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn packed_operands<F: Format>(panel: Panel, block: usize) -> [__m512i; 8] {
+pub(super) unsafe fn packed_operands<F: Format>(panel: Panel, block: usize) -> [__m512i; 8] {
     // SAFETY: the caller's block lies in the panel.
     unsafe {
         let at = panel.base.add(block * F::LAYOUT.block_bytes());
@@ -221,7 +219,7 @@ impl<F: Format> Source for Widened<'_, F> {
     #[inline]
     unsafe fn operands(&self, block: usize) -> [__m512i; 8] {
         // SAFETY: the chunk has this block.
-        unsafe { unpack::<8>(self.chunk.q.as_ptr().add(block).cast()) }
+        unsafe { unpack::<8>(self.chunk.q.as_ptr().add(8 * block).cast()) }
     }
 
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
@@ -235,50 +233,43 @@ impl<F: Format> Source for Widened<'_, F> {
     }
 }
 
-/// `sum` and the products of a group's operands with activation codes, each in its lane.
+/// `sum` and the products of a group's operands with one plane of activation codes, each in its lane.
+///
+/// # Safety
+/// `codes` is a block's high codes or its low ones.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
 unsafe fn add_dot<F: Format>(mut sum: __m512i, q: &[__m512i; 8], g: usize, codes: *const i8) -> __m512i {
     let first = g * F::LAYOUT.group / 4;
     for (i, &q) in q.iter().enumerate().skip(first).take(F::LAYOUT.group / 4) {
         // SAFETY: four codes an operand.
-        let operand = unsafe { _mm512_set1_epi32(codes.add(4 * i).cast::<i32>().read_unaligned()) };
+        let operand = unsafe { _mm512_set1_epi32(codes.add(Codes::at(4 * i)).cast::<i32>().read_unaligned()) };
         sum = _mm512_dpbusd_epi32(sum, q, operand);
     }
     sum
 }
 
-/// Exact sum over a group of `(q_w - zero) q_x` with both planes of a block's activations (`fine` holds
-/// zeros where there is but one).
+/// Exact sum over a group of `(q_w - zero) q_x` for row `t`.
+///
+/// # Safety
+/// The row has the block.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn dot<F: Format>(q: &[__m512i; 8], g: usize, a: &ActBlock, fine: Option<*const FineBlock>) -> __m512i {
-    let neg_sum = if F::LAYOUT.groups() == 1 { a.neg_sum_q } else { a.neg_sum_q_half[g] };
-    let log2_zero = _mm_cvtsi32_si128(F::LAYOUT.log2_zero.cast_signed());
-    let start = _mm512_sll_epi32(_mm512_set1_epi32(neg_sum), log2_zero);
-    // SAFETY: a block has the group.
+unsafe fn dot<F: Format>(q: &[__m512i; 8], acts: ActRows, t: usize, block: usize, g: usize) -> __m512i {
+    // SAFETY: the caller's promise.
     unsafe {
-        match fine {
-            None => add_dot::<F>(start, q, g, a.q.as_ptr()),
-            Some(fine) => {
-                let coarse = add_dot::<F>(_mm512_setzero_si512(), q, g, a.q.as_ptr());
-                let coarse = _mm512_sll_epi32(coarse, _mm_cvtsi32_si128(a.shift.cast_signed()));
-                add_dot::<F>(_mm512_add_epi32(coarse, start), q, g, fine.cast())
-            }
-        }
+        let codes = acts.codes(t, block);
+        let start = _mm512_set1_epi32(acts.neg_sum_q::<F>(t, block, g) << F::LAYOUT.log2_zero);
+        let high = add_dot::<F>(_mm512_setzero_si512(), q, g, codes);
+        let low = add_dot::<F>(start, q, g, codes.add(Codes::LOW));
+        _mm512_add_epi32(_mm512_slli_epi32::<FINE_BITS>(high), low)
     }
 }
 
-/// One block for `T` rows of activations; `OUTLIERS`: some have it as an
-/// outlier block.
+/// One block for `T` rows of activations.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 #[inline]
-unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
-    src: &S,
-    block: usize,
-    acts: ActRows,
-    acc: &mut [__m512; T],
-) {
+unsafe fn block_step<S: Source, const T: usize>(src: &S, block: usize, acts: ActRows, acc: &mut [__m512; T]) {
     let layout = S::F::LAYOUT;
     // SAFETY: source and activations have this block.
     unsafe {
@@ -286,12 +277,10 @@ unsafe fn block_step<S: Source, const T: usize, const OUTLIERS: bool>(
         for g in 0..layout.groups() {
             let (d, m) = src.scales(block * layout.groups() + g);
             for (t, acc) in acc.iter_mut().enumerate() {
-                let a = &*acts.at(t, block);
-                let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
-                let dot = dot::<S::F>(&q, g, a, OUTLIERS.then(|| acts.fine_at(t, block)));
-                *acc = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(d, _mm512_set1_ps(a.d)), *acc);
+                let dot = _mm512_cvtepi32_ps(dot::<S::F>(&q, acts, t, block, g));
+                *acc = _mm512_fmadd_ps(dot, _mm512_mul_ps(d, _mm512_set1_ps(acts.scale(t, block))), *acc);
                 if layout.scale.has_min() {
-                    *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(sum_x), *acc);
+                    *acc = _mm512_fmadd_ps(m, _mm512_set1_ps(acts.sum_x::<S::F>(t, block, g)), *acc);
                 }
             }
         }
@@ -336,11 +325,7 @@ unsafe fn few_rows<F: Format, const T: usize>(panel: Panel, acts: ActRows, out: 
         let mut acc = load_acc::<T>(out, Start::Zero);
         for block in 0..panel.shape.num_blocks {
             panel.prefetch::<F>(1, block);
-            if (0..T).any(|t| (*acts.at(t, block)).shift > 0) {
-                block_step::<_, T, true>(&src, block, acts, &mut acc);
-            } else {
-                block_step::<_, T, false>(&src, block, acts, &mut acc);
-            }
+            block_step(&src, block, acts, &mut acc);
         }
         store_acc(out, &acc);
     }
@@ -359,39 +344,53 @@ unsafe fn many_rows<F: Format, const T: usize>(
     let src = Widened::<F> { chunk, format: PhantomData };
     // SAFETY: as promised to `IntKernel::many`.
     unsafe {
-        let outliers = acts.outliers(T);
         let mut acc = load_acc::<T>(out, start);
         for block in 0..num_blocks {
-            if (outliers >> block) & 1 == 1 {
-                block_step::<_, T, true>(&src, block, acts, &mut acc);
-            } else {
-                block_step::<_, T, false>(&src, block, acts, &mut acc);
-            }
+            block_step(&src, block, acts, &mut acc);
         }
         store_acc(out, &acc);
     }
 }
 
+/// Widens the scales of a panel's block `block` into the chunk's groups of block `at`.
+///
+/// # Safety
+/// The panel has the block, the chunk room for it.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
+#[inline]
+pub(super) unsafe fn widen_scales<F: Format>(
+    panel: Panel,
+    block: usize,
+    minimum: Minimum,
+    chunk: &mut Chunk,
+    at: usize,
+) {
+    let groups = F::LAYOUT.groups();
+    for g in 0..groups {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut scales = packed_scales::<F>(panel, block * groups + g);
+            if minimum == Minimum::Centred {
+                scales = centred::<F>(scales);
+            }
+            _mm512_store_ps(chunk.d[at * groups + g].as_mut_ptr(), scales.0);
+            _mm512_store_ps(chunk.m[at * groups + g].as_mut_ptr(), scales.1);
+        }
+    }
+}
+
 /// Widens blocks of a panel.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
-pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum, chunk: &mut Chunk) {
-    let groups = F::LAYOUT.groups();
+unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum, chunk: &mut Chunk) {
     for (at, block) in blocks.enumerate() {
         // SAFETY: the panel has the block; the chunk has room for it.
         unsafe {
             panel.prefetch::<F>(PANELS, block);
             let q = packed_operands::<F>(panel, block);
-            for (operand, q) in chunk.q[at].iter_mut().zip(q) {
+            for (operand, q) in chunk.q[8 * at..].iter_mut().zip(q) {
                 _mm512_store_si512(operand.as_mut_ptr().cast(), q);
             }
-            for g in 0..groups {
-                let mut scales = packed_scales::<F>(panel, block * groups + g);
-                if minimum == Minimum::Centred {
-                    scales = centred::<F>(scales);
-                }
-                _mm512_store_ps(chunk.d[at * groups + g].as_mut_ptr(), scales.0);
-                _mm512_store_ps(chunk.m[at * groups + g].as_mut_ptr(), scales.1);
-            }
+            widen_scales::<F>(panel, block, minimum, chunk, at);
         }
     }
 }

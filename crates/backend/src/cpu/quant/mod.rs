@@ -28,9 +28,10 @@ use super::linear::OutMatrix;
 use super::memory::{AlignedBytes, WeightMemory};
 use super::pool::{SendPtr, ThreadPool};
 use crate::{ActivationMode, BackendError, DType, WeightDesc};
+use activations::{ActRows, TILE_ROWS};
 use layout::{Layout, PANEL_ROWS, PanelShape, with_format};
 use std::ops::Range;
-use tile::{ActRows, FloatKernel, FloatRows, IntKernel, Job};
+use tile::{FloatKernel, FloatRows, IntKernel, Job};
 
 /// One quantised weight `[N, C]`, packed in panels of 16 rows.
 pub(crate) struct PackedWeight {
@@ -176,9 +177,15 @@ pub(crate) unsafe fn matmul_tile(
             rows_t.end <= quantized.rows() && quantized.blocks_per_row() == weight.shape.num_blocks,
             "activations were prepared for another shape"
         );
-        let rows = quantized.rows_from(rows_t.start);
-        // SAFETY: shapes were checked above, `new` checked the instruction set, the caller vouched for `out`.
-        unsafe { run_int(weight, &job, rows) };
+        let mut t = rows_t.start;
+        while t < rows_t.end {
+            // Kernels of many rows start at a tile's first; where a range does not, its head goes in small pieces.
+            let in_tile = t % TILE_ROWS;
+            let num_t = if in_tile == 0 { rows_t.end - t } else { (rows_t.end - t).min(TILE_ROWS - in_tile).min(8) };
+            // SAFETY: shapes were checked above, `new` checked the instruction set, the caller vouched for `out`.
+            unsafe { run_int(weight, &Job { num_t, out: out.at(t, 0), ..job }, quantized.rows_from(t)) };
+            t += num_t;
+        }
     } else {
         let x = &acts.x[rows_t.start * weight.cols..rows_t.end * weight.cols];
         let rows = FloatRows { ptr: x.as_ptr(), stride: weight.cols };

@@ -1,7 +1,8 @@
 //! The kernels in plain Rust: the reference for the others, and what machines without AVX2 run.
 
+use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, code_at, scale_at};
-use super::tile::{ActRows, Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
 use std::ops::Range;
 
 /// Plain Rust.
@@ -17,7 +18,7 @@ pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimu
     let bytes = unsafe { panel.bytes() };
     for (at, block_idx) in blocks.enumerate() {
         let block = &bytes[block_idx * layout.block_bytes()..][..layout.block_bytes()];
-        for (i, operand) in chunk.q[at].iter_mut().enumerate() {
+        for (i, operand) in chunk.q[8 * at..][..8].iter_mut().enumerate() {
             for (b, code) in operand.iter_mut().enumerate() {
                 *code = code_at(layout.bits, block, i, b);
             }
@@ -60,41 +61,34 @@ impl IntKernel for Scalar {
                 for (r, out) in out.iter_mut().enumerate() {
                     let acc = if start == Start::Zero { 0.0 } else { *out };
                     // SAFETY: row `t` has the chunk's blocks.
-                    *out = unsafe { add_products::<F>(panel.chunk, num_blocks, r, acts, t, acc) };
+                    *out = unsafe { add_products::<F>(panel.chunk, num_blocks, r, acts.skip(t, 0), acc) };
                 }
             }
         }
     }
 }
 
-/// `acc` and the products of row `t` of activations with row `r` of a chunk.
+/// `acc` and the products of the first row of activations with row `r` of a chunk.
 ///
 /// # Safety
-/// Row `t` has the chunk's blocks.
-unsafe fn add_products<F: Format>(
-    chunk: &Chunk,
-    num_blocks: usize,
-    r: usize,
-    acts: ActRows,
-    t: usize,
-    acc: f32,
-) -> f32 {
+/// The row has the chunk's blocks.
+unsafe fn add_products<F: Format>(chunk: &Chunk, num_blocks: usize, r: usize, acts: ActRows, acc: f32) -> f32 {
     let layout = F::LAYOUT;
     let zero = 1i32 << layout.log2_zero;
     let mut acc = acc;
     for b in 0..num_blocks {
-        // SAFETY: the caller's promise.
-        let (a, fine) = unsafe { (&*acts.at(t, b), &*acts.fine_at(t, b)) };
+        // SAFETY: the caller's promise; 64 codes a block.
+        let (codes, d) = unsafe { (std::slice::from_raw_parts(acts.codes(0, b), 64), acts.scale(0, b)) };
         for g in 0..layout.groups() {
-            let cols = g * layout.group..(g + 1) * layout.group;
-            let code = |k: usize| i32::from(chunk.q[b][k / 4][4 * r + k % 4]);
-            let steps = |k: usize| (i32::from(a.q[k]) << a.shift) + i32::from(fine[k]);
-            let dot: i32 = cols.map(|k| (code(k) - zero) * steps(k)).sum();
+            let w = |k: usize| i32::from(chunk.q[8 * b + k / 4][4 * r + k % 4]) - zero;
+            let x =
+                |k: usize| (i32::from(codes[Codes::at(k)]) << FINE_BITS) + i32::from(codes[Codes::at(k) + Codes::LOW]);
+            let dot: i32 = (g * layout.group..(g + 1) * layout.group).map(|k| w(k) * x(k)).sum();
             let at = b * layout.groups() + g;
-            acc = (dot as f32).mul_add(chunk.d[at][r] * a.d, acc);
+            acc = (dot as f32).mul_add(chunk.d[at][r] * d, acc);
             if layout.scale.has_min() {
-                let sum_x = if layout.groups() == 1 { a.sum_x } else { a.sum_x_half[g] };
-                acc = chunk.m[at][r].mul_add(sum_x, acc);
+                // SAFETY: the caller's promise.
+                acc = chunk.m[at][r].mul_add(unsafe { acts.sum_x::<F>(0, b, g) }, acc);
             }
         }
     }
@@ -129,7 +123,7 @@ impl FloatKernel for Scalar {
                     for (k, &x) in x.iter().enumerate() {
                         let at = b * layout.groups() + k / layout.group;
                         // No fused operation: without the instruction it is slow. `d q` is exact anyhow.
-                        let w = chunk.d[at][r] * f32::from(chunk.q[b][k / 4][4 * r + k % 4]) + chunk.m[at][r];
+                        let w = chunk.d[at][r] * f32::from(chunk.q[8 * b + k / 4][4 * r + k % 4]) + chunk.m[at][r];
                         part += w * x;
                     }
                     acc += part;

@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! int8: for each block of 32 columns, for each of its groups:
-//!           dot = sum over the group of (q_w - zero) * q_x          exact, i32; both planes of q_x
+//!           dot = sum over the group of (q_w - zero) * q_x          exact, i32
 //!           acc = fma(f32(dot), d_w * d_x, acc)
 //!           acc = fma(m_w + zero * d_w, sum_x, acc)                 types with minima
 //! f32:  for each block: part = fma(w, x, part) from column 0 up; acc = acc + part
@@ -14,14 +14,16 @@
 //! so that the result does not depend on how the work was cut. In int8 mode it does not even depend
 //! on the instruction set.
 
-use super::activations::{ActBlock, FineBlock};
+use super::activations::{ActRows, Codes, TILE_ROWS};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, PanelShape};
 use std::cell::RefCell;
 use std::ops::Range;
 
-/// Blocks that are widened together: 768 columns of one panel, 18 KiB.
+/// Blocks that are widened together: 768 columns of one panel, 18 KiB (up to 54 for tile units).
 pub(super) const CHUNK_BLOCKS: usize = 24;
-const _: () = assert!(CHUNK_BLOCKS <= 32, "ActRows::outliers");
+
+/// Operands that a widened block may have.
+pub(super) const MAX_OPERANDS: usize = 32;
 
 /// Panels that pass together over rows of activations, which are then read half as often.
 pub(super) const PANELS: usize = 2;
@@ -29,8 +31,9 @@ pub(super) const PANELS: usize = 2;
 /// Part of a panel, widened: codes as bytes, scales as f32.
 #[repr(C, align(64))]
 pub(super) struct Chunk {
-    /// Operands of each block (see `layout`).
-    pub(super) q: [[[u8; 64]; 8]; CHUNK_BLOCKS],
+    /// Operands of one block after the other: eight each (see `layout`), or what the kernel makes of them, up to
+    /// [`MAX_OPERANDS`] each.
+    pub(super) q: [[u8; 64]; MAX_OPERANDS * CHUNK_BLOCKS],
     /// Scale of each group.
     pub(super) d: [[f32; PANEL_ROWS]; 2 * CHUNK_BLOCKS],
     /// What multiplies the sum of activations (int8) or is added to `d q` (f32).
@@ -39,7 +42,7 @@ pub(super) struct Chunk {
 
 impl Chunk {
     const ZERO: Self = Self {
-        q: [[[0; 64]; 8]; CHUNK_BLOCKS],
+        q: [[0; 64]; MAX_OPERANDS * CHUNK_BLOCKS],
         d: [[0.0; PANEL_ROWS]; 2 * CHUNK_BLOCKS],
         m: [[0.0; PANEL_ROWS]; 2 * CHUNK_BLOCKS],
     };
@@ -82,76 +85,6 @@ impl Panel {
     pub(super) unsafe fn bytes<'a>(self) -> &'a [u8] {
         // SAFETY: by the field's definition and the caller's promise.
         unsafe { std::slice::from_raw_parts(self.base, self.shape.bytes) }
-    }
-}
-
-/// Quantised rows, from some block of some row on.
-#[derive(Clone, Copy)]
-pub(super) struct ActRows {
-    /// The block of the first row.
-    pub(super) ptr: *const ActBlock,
-    /// The same of the second plane.
-    pub(super) fine: *const FineBlock,
-    /// Blocks from one row to the next.
-    pub(super) stride: usize,
-    /// One bit a block, from the first row's first block on: whether it is an outlier block.
-    pub(super) bits: *const u32,
-    /// Words from one row to the next.
-    pub(super) bits_stride: usize,
-    /// Blocks in front of `ptr` in its row.
-    pub(super) first_block: usize,
-}
-
-impl ActRows {
-    /// # Safety
-    /// Row `t` and block `block` exist.
-    #[inline(always)]
-    pub(super) unsafe fn at(self, t: usize, block: usize) -> *const ActBlock {
-        // SAFETY: the caller's promise.
-        unsafe { self.ptr.add(t * self.stride + block) }
-    }
-
-    /// # Safety
-    /// Row `t` and block `block` exist.
-    #[inline(always)]
-    pub(super) unsafe fn fine_at(self, t: usize, block: usize) -> *const FineBlock {
-        // SAFETY: the caller's promise.
-        unsafe { self.fine.add(t * self.stride + block) }
-    }
-
-    /// The same rows without the first `t` of them and without their first `blocks`.
-    ///
-    /// # Safety
-    /// Row `t` and block `blocks` exist.
-    #[inline(always)]
-    pub(super) unsafe fn skip(self, t: usize, blocks: usize) -> Self {
-        // SAFETY: the caller's promise.
-        unsafe {
-            Self {
-                ptr: self.at(t, blocks),
-                fine: self.fine_at(t, blocks),
-                bits: self.bits.add(t * self.bits_stride),
-                first_block: self.first_block + blocks,
-                ..self
-            }
-        }
-    }
-
-    /// Bit `b` says whether block `b` (below 32) is an outlier block in any of the first `num_t` rows.
-    ///
-    /// # Safety
-    /// The rows exist.
-    #[inline(always)]
-    pub(super) unsafe fn outliers(self, num_t: usize) -> u32 {
-        let (word, bit) = (self.first_block / 32, self.first_block % 32);
-        let mut any = 0;
-        for t in 0..num_t {
-            // SAFETY: a row has two words from the one of any of its blocks on.
-            any |= unsafe { self.bits.add(t * self.bits_stride + word).cast::<u64>().read_unaligned() };
-        }
-        #[allow(clippy::cast_possible_truncation)] // the bits wanted are the low ones
-        let low = (any >> bit) as u32;
-        low
     }
 }
 
@@ -217,6 +150,9 @@ pub(super) enum Minimum {
 pub(super) trait IntKernel {
     /// Up to this many rows, `few` reads the panel as it is packed.
     const FEW: usize;
+    /// Quantised rows that `many` passes over before the next panels are widened, so that they stay in the
+    /// second-level cache.
+    const CACHE_BYTES: usize = 256 << 10;
 
     /// Once before a series of `many`.
     unsafe fn begin<F: Format>() {}
@@ -298,12 +234,10 @@ impl Job {
         (0..num_blocks).step_by(size.max(1)).map(move |at| at..(at + size).min(num_blocks))
     }
 
-    /// Rows taken together so that their quantised columns stay in a second-level cache while panels
-    /// pass by.
-    fn rows_together(&self) -> usize {
-        const CACHE_BYTES: usize = 256 << 10;
-        let row_bytes = self.shape.num_blocks.max(1) * size_of::<ActBlock>();
-        (CACHE_BYTES / row_bytes).clamp(16, 256) / 16 * 16
+    /// Rows taken together, in whole tiles.
+    fn rows_together(&self, cache_bytes: usize) -> usize {
+        let row_bytes = self.shape.num_blocks.max(1) * size_of::<Codes>();
+        (cache_bytes / row_bytes).clamp(TILE_ROWS, 512) / TILE_ROWS * TILE_ROWS
     }
 }
 
@@ -333,7 +267,7 @@ thread_local! {
 /// # Safety
 /// As [`run_int`].
 unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &mut [Chunk; PANELS]) {
-    let rows_together = job.rows_together();
+    let rows_together = job.rows_together(K::CACHE_BYTES);
     // SAFETY: the caller's promise; blocks and rows stay inside the shapes.
     unsafe {
         K::begin::<F>();
