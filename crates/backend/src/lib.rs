@@ -19,7 +19,7 @@ pub mod tensor;
 
 pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
-pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa};
+pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective};
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};

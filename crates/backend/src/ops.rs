@@ -239,6 +239,22 @@ pub trait Backend: Send + Sync {
     /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError>;
 
+    /// As [`Backend::embed`], of a table that holds the rows of the ids `first_id..first_id + V` only:
+    /// the rows of `out` of all other ids become zero. Every rank of a stage has a part of the
+    /// vocabulary, so that the sum over ranks is the embedding.
+    fn embed_part(
+        &self,
+        _table: &Weight,
+        _first_id: usize,
+        _ids: &[u32],
+        _scale: f32,
+        _out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let device = self.info().description;
+        let detail = "this device does not cut the vocabulary".into();
+        Err(BackendError::Unsupported { device, op: "embed_part", dtype: DType::F32, detail })
+    }
+
     /// `out = x / rms(x) * weight`, row by row; `weight` `[1, cols]`. `x` and `out` `[rows, cols]`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError>;
 

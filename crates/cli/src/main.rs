@@ -8,6 +8,7 @@ mod config;
 mod environment;
 mod loading;
 mod models;
+mod ranks;
 mod settings;
 
 use clap::{Args, Parser, Subcommand};

@@ -3,6 +3,7 @@
 //! Knows no architecture.
 
 use crate::config::Dialect;
+use crate::holdings::Holdings;
 use crate::names::Spelling;
 use crate::shard::{Shard, ShardError};
 use crate::{LoadProgress, ModelError, RankContext};
@@ -32,6 +33,10 @@ pub(crate) fn dtype_of(tensor_type: TensorType) -> DType {
     }
 }
 
+/// Bytes of a row from which they are read alone where only they are wanted: below, the pages that hold
+/// them hold the rest of the row too, and one read of many rows is quicker.
+const WORTH_A_READ_BYTES: usize = 4096;
+
 /// A tensor by transformers' name, without `.weight` or `.bias`.
 #[derive(Clone, Copy)]
 pub(crate) enum Module<'a> {
@@ -44,8 +49,6 @@ pub(crate) enum Module<'a> {
 /// The part of a matrix that this rank takes.
 #[derive(Clone)]
 pub(crate) enum Cut {
-    /// All of it.
-    Whole,
     /// Some output features.
     Rows(Range<usize>),
     /// Some input features; the range lies on quantisation block borders.
@@ -70,6 +73,7 @@ pub(crate) struct WeightReader<'a> {
     path: &'a str,
     cx: &'a RankContext,
     spelling: Spelling,
+    holdings: Holdings<'a>,
     progress: &'a dyn Fn(LoadProgress),
     taken: RefCell<HashSet<String>>,
     bytes_read: Cell<u64>,
@@ -78,20 +82,23 @@ pub(crate) struct WeightReader<'a> {
 }
 
 impl<'a> WeightReader<'a> {
-    /// Reads `weights` for the rank of `cx`.
+    /// Reads the part `holdings` of `weights` for the rank of `cx`.
     pub(crate) fn new(
         weights: &'a Weights,
         path: &'a str,
         cx: &'a RankContext,
         spelling: Spelling,
+        holdings: Holdings<'a>,
         progress: &'a dyn Fn(LoadProgress),
     ) -> Self {
-        let bytes_total = weights.tensors().iter().map(TensorInfo::num_bytes).sum();
+        let here = |info: &&TensorInfo| !holdings.is_elsewhere(spelling, info.name());
+        let bytes_total = weights.tensors().iter().filter(here).map(TensorInfo::num_bytes).sum();
         Self {
             weights,
             path,
             cx,
             spelling,
+            holdings,
             progress,
             taken: RefCell::default(),
             bytes_read: Cell::new(0),
@@ -142,7 +149,6 @@ impl<'a> WeightReader<'a> {
         };
         let stored_row_bytes = row_bytes(shape[1])?;
         let (rows, cols) = match cut {
-            Cut::Whole => (0..shape[0], 0..shape[1]),
             Cut::Rows(rows) => (rows.clone(), 0..shape[1]),
             Cut::Cols(cols) => (0..shape[0], cols.clone()),
         };
@@ -153,6 +159,10 @@ impl<'a> WeightReader<'a> {
         let weight = self.cx.backend.load_weight(desc, &mut |first_row, num_rows, out| {
             if kept_row_bytes == stored_row_bytes {
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, out)?;
+            } else if kept_row_bytes >= WORTH_A_READ_BYTES {
+                for (row, kept) in out.chunks_exact_mut(kept_row_bytes).enumerate() {
+                    self.weights.read_in_row(&name, rows.start + first_row + row, bytes_before, kept)?;
+                }
             } else {
                 staging.resize(num_rows * stored_row_bytes, 0);
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, &mut staging)?;
@@ -205,14 +215,14 @@ impl<'a> WeightReader<'a> {
         Ok(Some(values))
     }
 
-    /// Refuses tensors that no layer has read.
-    pub(crate) fn finish(&self, tied_embeddings: bool) -> Result<(), ModelError> {
+    /// Refuses tensors that no layer has read and that are no other stage's.
+    pub(crate) fn finish(&self) -> Result<(), ModelError> {
         let taken = self.taken.borrow();
-        let unread = self
-            .weights
-            .tensors()
-            .iter()
-            .find(|info| !taken.contains(info.name()) && !self.spelling.is_harmless(info.name(), tied_embeddings));
+        let (spelling, holdings) = (self.spelling, self.holdings);
+        let is_excused =
+            |name: &str| spelling.is_harmless(name, holdings.tied_embeddings) || holdings.is_elsewhere(spelling, name);
+        let unread =
+            self.weights.tensors().iter().find(|info| !taken.contains(info.name()) && !is_excused(info.name()));
         if let Some(info) = unread {
             return Err(self.error(info.name(), "not used by this architecture; the result would be wrong".into()));
         }

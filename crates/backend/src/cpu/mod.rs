@@ -24,7 +24,9 @@ mod memory;
 mod pool;
 mod quant;
 mod reference;
+mod rendezvous;
 mod rope;
+mod shared_collective;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -48,6 +50,7 @@ mod neon_linear;
 pub use isa::Isa;
 #[doc(hidden)]
 pub use quant::bench_access;
+pub use shared_collective::SharedCollective;
 
 use crate::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceBuffer,
@@ -324,10 +327,26 @@ impl Backend for CpuBackend {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
             return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
         }
+        self.embed_part(table, 0, ids, scale, out)
+    }
+
+    fn embed_part(
+        &self,
+        table: &Weight,
+        first_id: usize,
+        ids: &[u32],
+        scale: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "embed_part";
+        ensure_shape(OP, "out", out, ids.len(), table.cols())?;
         let (cols, weight) = (table.cols(), cpu_weight(OP, table)?);
         self.by_rows(elements_mut(OP, out)?, cols, &|first, rows| {
             for (row, &id) in rows.chunks_exact_mut(cols).zip(&ids[first..]) {
-                weight.dequantize_row(id as usize, row);
+                match (id as usize).checked_sub(first_id).filter(|&at| at < table.rows()) {
+                    Some(at) => weight.dequantize_row(at, row),
+                    None => row.fill(0.0),
+                }
                 if scale != 1.0 {
                     (self.rows.scale)(row, scale);
                 }
