@@ -228,7 +228,9 @@ pub(super) unsafe fn many_rows<P: Products, F: Format, const T: usize>(
 }
 
 impl<P: Products> IntKernel for P {
-    const FEW: usize = FEW_ROWS;
+    fn few_up_to<F: Format>() -> usize {
+        FEW_ROWS
+    }
 
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
         for t in (0..num_t).step_by(ROWS) {

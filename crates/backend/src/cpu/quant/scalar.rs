@@ -38,7 +38,9 @@ pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimu
 }
 
 impl IntKernel for Scalar {
-    const FEW: usize = 0;
+    fn few_up_to<F: Format>() -> usize {
+        0
+    }
 
     unsafe fn few<F: Format>(_: Panel, _: ActRows, _: usize, _: OutRows) {}
 

@@ -156,16 +156,21 @@ pub(super) enum Minimum {
 /// All methods: the processor has the instruction set; pointers are valid for what the arguments say.
 pub(super) trait IntKernel {
     /// Up to this many rows, `few` reads the panel as it is packed.
-    const FEW: usize;
+    fn few_up_to<F: Format>() -> usize;
     /// Quantised rows that `many` passes over before the next panels are widened, so that they stay in the
     /// second-level cache.
     const CACHE_BYTES: usize = 256 << 10;
+
+    /// Blocks that are widened together for so many rows, at most [`CHUNK_BLOCKS`].
+    fn chunk_blocks(_num_t: usize) -> usize {
+        CHUNK_BLOCKS
+    }
 
     /// Once before a series of `many`.
     unsafe fn begin<F: Format>() {}
     /// Once after it.
     unsafe fn end() {}
-    /// `num_t` (1..=FEW) rows over a whole panel.
+    /// `num_t` (1 to `few_up_to`) rows over a whole panel.
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows);
     /// Widens `blocks` of a panel, with centred minima.
     unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk);
@@ -235,9 +240,9 @@ impl Job {
     }
 
     /// Columns that are widened together, about equally many each time.
-    fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn chunks(&self, at_most: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let num_blocks = self.shape.num_blocks;
-        let size = num_blocks.div_ceil(num_blocks.div_ceil(CHUNK_BLOCKS).max(1));
+        let size = num_blocks.div_ceil(num_blocks.div_ceil(at_most).max(1));
         (0..num_blocks).step_by(size.max(1)).map(move |at| at..(at + size).min(num_blocks))
     }
 
@@ -253,7 +258,7 @@ impl Job {
 /// # Safety
 /// The processor has `K`'s instruction set; `job` and `acts` are valid for its shape.
 pub(super) unsafe fn run_int<K: IntKernel, F: Format>(job: &Job, acts: ActRows) {
-    if job.num_t <= K::FEW {
+    if job.num_t <= K::few_up_to::<F>() {
         for panel_idx in job.panel_range() {
             // SAFETY: the caller's promise.
             unsafe { K::few::<F>(job.panel(panel_idx), acts, job.num_t, job.out(panel_idx, 0)) };
@@ -269,7 +274,7 @@ thread_local! {
     static CHUNKS: RefCell<[Chunk; PANELS]> = const { RefCell::new([const { Chunk::ZERO }; PANELS]) };
 }
 
-/// [`run_int`] for more rows than [`IntKernel::FEW`].
+/// [`run_int`] for more rows than [`IntKernel::few_up_to`].
 ///
 /// # Safety
 /// As [`run_int`].
@@ -282,7 +287,7 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
             let num_t = rows_together.min(job.num_t - first_t);
             for first_panel in job.panel_range().step_by(PANELS) {
                 let num_panels = PANELS.min(job.panel_range().end - first_panel);
-                for blocks in job.chunks() {
+                for blocks in job.chunks(K::chunk_blocks(job.num_t)) {
                     let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
                     for (i, chunk) in chunks[..num_panels].iter_mut().enumerate() {
                         K::widen::<F>(job.panel(first_panel + i), blocks.clone(), chunk);
@@ -307,7 +312,7 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
 pub(super) unsafe fn run_float<K: FloatKernel, F: Format>(job: &Job, x: FloatRows) {
     let mut chunk = Chunk::ZERO;
     for panel_idx in job.panel_range() {
-        for blocks in job.chunks() {
+        for blocks in job.chunks(CHUNK_BLOCKS) {
             let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
             // SAFETY: the caller's promise; blocks stay inside the shapes.
             unsafe {
