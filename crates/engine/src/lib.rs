@@ -31,7 +31,7 @@ pub use engine::InferenceEngine;
 pub use error::{EngineError, SubmitError};
 pub use executor::{Executor, StartedRequest, StepInput};
 pub use handle::{EngineHandle, EngineStatus};
-pub use loading::{BuiltEngine, build_engine, plan_memory};
+pub use loading::{BuiltEngine, DeviceMemory, build_engine, plan_memory};
 pub use memory::{KvFactors, MemoryPlan, UnifiedMemoryAllocator};
 pub use pipeline::PipelineExecutor;
 pub use request::{EngineEvent, EventSink, Request, SinkClosed, Usage};

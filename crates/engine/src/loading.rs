@@ -5,9 +5,9 @@ use crate::limits::{Limits, pool_spec};
 use crate::memory::{KvDemand, KvFactors, size_kv_pool};
 use crate::pipeline::PipelineExecutor;
 use crate::warm_up::largest_step;
-use crate::worker::{PaddingBlocks, TILE_ROWS, Worker};
+use crate::worker::{PaddingBlocks, Worker};
 use crate::{EngineConfig, EngineError, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
-use pagemill_backend::{Backend, SoloCollective};
+use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
 use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
 use std::sync::Arc;
@@ -37,12 +37,13 @@ pub fn build_engine(
 ) -> Result<BuiltEngine, EngineError> {
     let spec = pagemill_model::read_spec(checkpoint)?;
     let mut limits = Limits::resolve(&spec, config)?;
-    let available_bytes = backend.info().memory_available_bytes;
+    let info = backend.info();
+    let memory = DeviceMemory::of(&info, backend.logits_rows());
     let rank = RankContext { backend: Arc::clone(&backend), collective: Arc::new(SoloCollective) };
     let model = pagemill_model::load(checkpoint, &rank, progress)?;
     let weight_bytes = model.weight_bytes();
 
-    let largest = largest_step(&limits, config.block_size);
+    let largest = largest_step(&limits, config.block_size, backend.logits_rows());
     let warm_up_pool = backend.alloc_kv(&pool_spec(&spec, config, largest.num_blocks))?;
     let mut worker =
         Worker::new(Arc::clone(&backend), model, warm_up_pool, PaddingBlocks::default(), limits.max_batch_tokens);
@@ -52,7 +53,7 @@ pub fn build_engine(
     rehearsed?;
 
     let workspace_bytes = backend.workspace().0 as u64;
-    let plan = size(&spec, config, &mut limits, Measured { available_bytes, weight_bytes, workspace_bytes })?;
+    let plan = size(&spec, config, &mut limits, Measured { memory, weight_bytes, workspace_bytes })?;
     let padding =
         PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(limits.padding_blocks(config))? };
     let pool = pool_spec(&spec, config, plan.num_blocks + limits.padding_blocks(config));
@@ -68,19 +69,38 @@ pub fn build_engine(
     Ok(BuiltEngine { engine, spec, plan })
 }
 
-/// The plan that [`build_engine`] would arrive at with `available_bytes` of memory, weights as they are
+/// The plan that [`build_engine`] would arrive at with that memory, weights as they are
 /// stored and the workspace estimated. Reads nothing, allocates nothing.
 ///
 /// # Errors
 /// As [`build_engine`], for configuration and memory.
-pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, available_bytes: u64) -> Result<MemoryPlan, EngineError> {
+pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
-    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens);
+    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows);
     size(spec, config, &mut limits, Measured { available_bytes, weight_bytes: spec.stored_bytes, workspace_bytes })
 }
 
+/// What the plan needs to know of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMemory {
+    /// Bytes that this process may take.
+    pub available_bytes: u64,
+    /// Whether they are also everybody else's.
+    pub is_shared: bool,
+    /// Rows of logits computed at once.
+    pub logits_rows: usize,
+}
+
+impl DeviceMemory {
+    /// A device's own account; `logits_rows` is its `Backend::logits_rows`.
+    #[must_use]
+    pub fn of(info: &DeviceInfo, logits_rows: usize) -> Self {
+        Self { available_bytes: info.memory_available_bytes, is_shared: info.shares_memory, logits_rows }
+    }
+}
+
 struct Measured {
-    available_bytes: u64,
+    memory: DeviceMemory,
     weight_bytes: u64,
     workspace_bytes: u64,
 }
@@ -95,7 +115,7 @@ fn size(
 ) -> Result<MemoryPlan, EngineError> {
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
-        available_bytes: measured.available_bytes,
+        available_bytes: measured.memory.available_bytes,
         weight_bytes: measured.weight_bytes,
         workspace_bytes: measured.workspace_bytes,
         block_bytes: pool_spec(spec, config, 1).block_bytes() as u64,
@@ -116,6 +136,7 @@ fn size(
     let demanding = limits.clone();
     let mut plan = size_kv_pool(&KvDemand {
         measured: filled,
+        shares_memory: measured.memory.is_shared,
         blocks_needed: &|tokens| demanding.blocks_needed(config, tokens),
         padding_blocks: limits.padding_blocks(config),
         configured_bytes: config.kv_cache_bytes,
@@ -134,12 +155,12 @@ fn size(
 /// f32 temporaries of a layer over `T` tokens (residual, normed and projected hidden states, q, k, v,
 /// attention, gate, up and their product, and the activations quantised to a quarter of the widest),
 /// and one tile of logits.
-fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize) -> u64 {
+fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize, logits_rows: usize) -> u64 {
     let (d, f) = (spec.hidden_size as u64, spec.intermediate_size as u64);
     let q = (spec.num_heads * spec.head_dim) as u64;
     let kv = (spec.num_kv_heads * spec.head_dim) as u64;
     let elements_per_token = 3 * d + 2 * q + 2 * kv + 3 * f + d.max(f).max(q) / 4;
-    let tile = (TILE_ROWS.min(max_batch_tokens)) as u64 * (spec.vocab_size as u64 + d);
+    let tile = logits_rows.min(max_batch_tokens) as u64 * (spec.vocab_size as u64 + d);
     4 * (max_batch_tokens as u64 * elements_per_token + tile)
 }
 

@@ -42,7 +42,7 @@ impl GatedMlp {
         let mut gate = self.gate.output(cx.rank, x.rows())?; // [T, F]
         let mut up = self.up.output(cx.rank, x.rows())?; // [T, F]
         cx.backend().linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
-        let mut gated = cx.backend().temp(x.rows(), gate.cols())?; // [T, F]
+        let mut gated = cx.backend().activation(x.rows(), gate.cols())?; // [T, F]
         cx.backend().gated_activation(&gate, &up, self.activation, &mut gated)?;
         drop((gate, up));
         self.down.forward(cx, &gated)

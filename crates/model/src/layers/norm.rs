@@ -39,7 +39,7 @@ impl RmsNorm {
 
     /// `x` `[rows, D]` to `[rows, D]`.
     pub(crate) fn forward(&self, backend: &dyn Backend, x: &Tensor) -> Result<Tensor, ModelError> {
-        let mut out = backend.temp(x.rows(), x.cols())?;
+        let mut out = backend.activation(x.rows(), x.cols())?;
         backend.rms_norm(x, &self.weight, self.eps, &mut out)?;
         Ok(out)
     }
@@ -51,7 +51,7 @@ impl RmsNorm {
         residual: &mut Tensor,
         x: &Tensor,
     ) -> Result<Tensor, ModelError> {
-        let mut out = backend.temp(residual.rows(), residual.cols())?;
+        let mut out = backend.activation(residual.rows(), residual.cols())?;
         backend.add_rms_norm(residual, x, &self.weight, self.eps, &mut out)?;
         Ok(out)
     }

@@ -1,0 +1,110 @@
+//! What comes back to the host: logits row by row, or only the column of each row's largest. Decides on how many
+//! threads rows are visited; knows no request.
+
+use crate::device::Device;
+use crate::images::Kernels;
+use crate::memory::Workspace;
+use crate::rows::Function;
+use crate::staging::Readback;
+use pagemill_backend::BackendError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Threads that visit rows at most.
+const MAX_VISITORS: usize = 16;
+const ARGMAX_THREADS: u32 = 512;
+/// What the kernel writes for a row that holds a NaN.
+const NOT_A_NUMBER: u32 = u32::MAX;
+
+/// `ArgmaxArgs` in rows.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct ArgmaxArgs {
+    x: u64,
+    out: u64,
+    cols: u32,
+}
+
+/// The way back of one device.
+pub(crate) struct Results {
+    device: Arc<Device>,
+    workspace: Arc<Workspace>,
+    argmax: Function,
+    readback: Mutex<Readback>,
+}
+
+impl Results {
+    /// Looks the kernel up.
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        kernels: &Kernels,
+        workspace: &Arc<Workspace>,
+    ) -> Result<Self, BackendError> {
+        Ok(Self {
+            device: Arc::clone(device),
+            workspace: Arc::clone(workspace),
+            argmax: Function(kernels.get("argmax_f32")?),
+            readback: Mutex::new(Readback::new(device)),
+        })
+    }
+
+    /// The column of each row's largest element of x `[rows, cols]`, f32.
+    pub(crate) fn argmax(&self, x: u64, cols: u32, out: &mut [Option<u32>]) -> Result<(), BackendError> {
+        let rows = u32::try_from(out.len()).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
+        let words = self.workspace.take(out.len() * 4)?;
+        let args = ArgmaxArgs { x, out: words.address(), cols };
+        // SAFETY: the struct is the kernel's; the op checked that x has a row for each of `out`.
+        unsafe { self.device.launch(self.argmax.0, (rows, 1), ARGMAX_THREADS, 0, &args) }?;
+        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the kernel writes every word.
+        let found = unsafe { readback.read(words.address(), out.len()) }?;
+        for (out, found) in out.iter_mut().zip(found) {
+            let column = found.to_bits();
+            *out = (column != NOT_A_NUMBER).then_some(column);
+        }
+        Ok(())
+    }
+
+    /// Copies f32 elements to the host.
+    pub(crate) fn to_host(&self, x: u64, out: &mut [f32]) -> Result<(), BackendError> {
+        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the op checked that x has as many elements as `out`.
+        out.copy_from_slice(unsafe { readback.read(x, out.len()) }?);
+        Ok(())
+    }
+
+    /// Calls `visit` for each row of x `[rows, cols]` in a copy on the host.
+    pub(crate) fn visit(
+        &self,
+        x: u64,
+        rows: usize,
+        cols: usize,
+        visit: &(dyn Fn(usize, &mut [f32]) + Sync),
+    ) -> Result<(), BackendError> {
+        if rows == 0 || cols == 0 {
+            return Ok(());
+        }
+        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the op gave x's own shape.
+        let floats = unsafe { readback.read(x, rows * cols) }?;
+        let visitors = std::thread::available_parallelism().map_or(1, usize::from).min(MAX_VISITORS).min(rows);
+        if visitors == 1 {
+            floats.chunks_exact_mut(cols).enumerate().for_each(|(idx, row)| visit(idx, row));
+            return Ok(());
+        }
+        let next = AtomicUsize::new(0);
+        let taken: Vec<Mutex<&mut [f32]>> = floats.chunks_exact_mut(cols).map(Mutex::new).collect();
+        std::thread::scope(|scope| {
+            for _ in 0..visitors {
+                scope.spawn(|| {
+                    while let Some((idx, row)) =
+                        Some(next.fetch_add(1, Ordering::Relaxed)).and_then(|idx| taken.get(idx).map(|row| (idx, row)))
+                    {
+                        visit(idx, &mut row.lock().unwrap_or_else(PoisonError::into_inner));
+                    }
+                });
+            }
+        });
+        Ok(())
+    }
+}
