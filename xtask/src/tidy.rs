@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// `from` may depend on each of `to`; nothing else within the workspace. `cli` is where all rooms are
 /// put together (docs/decisions/0001-arrows.md).
 const ARROWS: &[(&str, &[&str])] = &[
-    ("cli", &["server", "text", "engine", "scheduler", "model", "formats", "backend"]),
+    ("cli", &["server", "text", "engine", "scheduler", "model", "formats", "backend", "capacity"]),
     ("server", &["text", "engine", "formats"]),
     ("text", &[]),
     ("engine", &["scheduler", "model", "formats", "backend"]),
@@ -16,6 +16,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("model", &["formats", "backend"]),
     ("formats", &[]),
     ("backend", &[]),
+    ("capacity", &[]),
     ("testkit", &["engine", "scheduler", "backend"]),
 ];
 

@@ -358,14 +358,12 @@ unsafe fn tile_of_rows<F: Format, const R: usize>(
             operands.load_weights::<F, 1>(1);
             multiply::<F, 1>();
         }
-        let mut i = 0;
-        while i + 1 < operands.count {
+        // One call of each, so that both become part of this function and sums stay in registers.
+        for i in (0..operands.count).step_by(2) {
             step::<F, R, 0>(operands, i, slots, &mut acc);
-            step::<F, R, 1>(operands, i + 1, slots, &mut acc);
-            i += 2;
-        }
-        if i < operands.count {
-            step::<F, R, 0>(operands, i, slots, &mut acc);
+            if i + 1 < operands.count {
+                step::<F, R, 1>(operands, i + 1, slots, &mut acc);
+            }
         }
         store_acc(out, valid, &acc);
     }
