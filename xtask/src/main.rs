@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cuda;
 mod tidy;
 
 use anyhow::{Context, Result, bail};
@@ -10,7 +11,9 @@ use std::process::{Command, ExitCode};
 
 const USAGE: &str = "cargo xtask test    everything CI checks: tidy, format, clippy, all tests
 cargo xtask tidy    arrows between crates, file lengths, names
-cargo xtask lint    format and clippy";
+cargo xtask lint    format and clippy
+cargo xtask cuda    the same of the feature cuda: all kernels compile, no GPU needed
+cargo xtask cuda-toolkit    fetches nvcc (105 MB) for builds with that feature";
 
 fn main() -> ExitCode {
     match run() {
@@ -28,6 +31,8 @@ fn run() -> Result<()> {
         ["test"] => test(),
         ["tidy"] => tidy::run(&root()),
         ["lint"] => lint(),
+        ["cuda"] => check_cuda(),
+        ["cuda-toolkit"] => cuda::toolkit(&root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())
@@ -46,6 +51,11 @@ fn test() -> Result<()> {
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])
+}
+
+fn check_cuda() -> Result<()> {
+    cuda::toolkit(&root())?;
+    cuda::CHECKS.iter().try_for_each(|args| cargo(args))
 }
 
 fn lint() -> Result<()> {

@@ -1,17 +1,15 @@
 //! Puts the parts together: MODEL → checkpoint → device → engine (and text). Shows progress and the memory
 //! that was taken.
 
-use crate::config::Config;
-use crate::models;
-use anyhow::{Context, Result};
+use crate::config::{Config, LoadFormat};
+use crate::{devices, models};
+use anyhow::Result;
 use indicatif::{HumanBytes, ProgressBar};
-use pagemill_backend::{Backend, CpuBackend};
 use pagemill_engine::{EngineHandle, MemoryPlan, build_engine};
 use pagemill_formats::Checkpoint;
 use pagemill_model::ModelSpec;
 use pagemill_server::TextAssets;
 use std::path::Path;
-use std::sync::Arc;
 
 /// What loading prints (to standard error).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -53,13 +51,23 @@ pub fn read_spec(path: &Path) -> Result<ModelSpec> {
     Ok(pagemill_model::read_spec(&checkpoint)?)
 }
 
+/// Opens MODEL: its files, or its configuration alone where weights are made up.
+///
+/// # Errors
+/// What cannot be found or read.
+pub fn open(model: &str, config: &Config) -> Result<Checkpoint> {
+    match config.load_format {
+        LoadFormat::Stored => Ok(Checkpoint::open(&models::resolve(model)?)?),
+        LoadFormat::Dummy => Ok(Checkpoint::open_config(Path::new(model))?),
+    }
+}
+
 /// Loads MODEL and starts its engine.
 ///
 /// # Errors
 /// One sentence about what cannot be found, read or fitted.
 pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = open(model, config)?;
     start(&checkpoint, config, show)
 }
 
@@ -68,8 +76,7 @@ pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEng
 /// # Errors
 /// As [`load_engine`].
 pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedModel> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = open(model, config)?;
     // The vocabulary and the weights are independent of each other: both at once.
     std::thread::scope(|scope| {
         let text = scope.spawn(|| TextAssets::from_checkpoint(&checkpoint));
@@ -80,9 +87,8 @@ pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedMode
 }
 
 fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let backend = CpuBackend::new(config.cpu).context("starting the CPU device")?;
+    let backend = devices::open(config)?;
     let device = backend.info().description;
-    let backend: Arc<dyn Backend> = Arc::new(backend);
     let bar = match show {
         Show::Nothing => ProgressBar::hidden(),
         Show::Progress | Show::Memory => models::pull::byte_bar(0, "loading weights"),

@@ -77,7 +77,7 @@ pub fn build_engine(
 pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
     let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows);
-    size(spec, config, &mut limits, Measured { available_bytes, weight_bytes: spec.stored_bytes, workspace_bytes })
+    size(spec, config, &mut limits, Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes })
 }
 
 /// What the plan needs to know of a device.

@@ -1,0 +1,9 @@
+//! Every op of the CUDA device against the CPU's, and the zoo through the whole engine. Where there is no GPU each
+//! test says so and ends.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+
+mod attention;
+mod linear;
+mod rows;
+mod support;
+mod zoo;
