@@ -140,11 +140,14 @@ impl CudaBackend {
         Ok(memory)
     }
 
+    /// Copies floats of the host to `address`. Waits for the device: the copy lies on the ops' own stream, as one
+    /// on the default stream may still be under way when a kernel starts.
     fn write_floats(&self, data: &[f32], address: u64) -> Result<(), BackendError> {
-        self.device.synchronize()?;
-        // SAFETY: the callers' ranges hold `data.len()` floats; the stream is idle, and the copy is waited for.
-        unsafe { result::memcpy_htod_sync(address, data) }
-            .map_err(|error| self.device.fault("copying to the device", error))
+        self.device.bind()?;
+        // SAFETY: the callers' ranges hold `data.len()` floats, and `data` outlives the copy: it is waited for.
+        unsafe { result::memcpy_htod_async(address, data, self.device.stream()) }
+            .map_err(|error| self.device.fault("copying to the device", error))?;
+        self.device.synchronize()
     }
 
     /// `out = rms_norm(x)` of checked tensors, with the addition before it where there is a residual.
