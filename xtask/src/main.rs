@@ -3,16 +3,18 @@
 #![forbid(unsafe_code)]
 
 mod cuda;
+mod emulated;
 mod tidy;
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "cargo xtask test    everything CI checks: tidy, format, clippy, all tests
-cargo xtask tidy    arrows between crates, file lengths, names
-cargo xtask lint    format and clippy
-cargo xtask cuda    the same of the feature cuda: all kernels compile, no GPU needed
+const USAGE: &str = "cargo xtask test        everything CI checks: tidy, format, clippy, all tests
+cargo xtask tidy        arrows between crates, file lengths, names
+cargo xtask lint        format and clippy
+cargo xtask emulated    the backend's tests for aarch64, under an emulator
+cargo xtask cuda        the feature cuda: all kernels compile, what needs no GPU is tested
 cargo xtask cuda-toolkit    fetches nvcc (105 MB) for builds with that feature";
 
 fn main() -> ExitCode {
@@ -31,6 +33,7 @@ fn run() -> Result<()> {
         ["test"] => test(),
         ["tidy"] => tidy::run(&root()),
         ["lint"] => lint(),
+        ["emulated"] => emulated::run(),
         ["cuda"] => check_cuda(),
         ["cuda-toolkit"] => cuda::toolkit(&root()),
         ["help" | "--help" | "-h"] => {
@@ -50,7 +53,8 @@ fn test() -> Result<()> {
     tidy::run(&root())?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
-    cargo(&["test", "--workspace", "--doc"])
+    cargo(&["test", "--workspace", "--doc"])?;
+    emulated::run()
 }
 
 fn check_cuda() -> Result<()> {
@@ -64,9 +68,16 @@ fn lint() -> Result<()> {
 }
 
 fn cargo(args: &[&str]) -> Result<()> {
+    cargo_with(args, &[])
+}
+
+/// Runs cargo in the workspace with these variables set.
+fn cargo_with(args: &[&str], envs: &[(&str, &str)]) -> Result<()> {
     println!("$ cargo {}", args.join(" "));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(args).current_dir(root()).status().context("starting cargo")?;
+    let mut command = Command::new(cargo);
+    command.args(args).envs(envs.iter().copied()).current_dir(root());
+    let status = command.status().context("starting cargo")?;
     if !status.success() {
         bail!("cargo {} failed ({status})", args.join(" "));
     }

@@ -13,6 +13,10 @@ use std::sync::Arc;
 const MAX_PAIRS: usize = 256;
 /// Largest head of attention_plain.cu.
 const MAX_HEAD_DIM: usize = 512;
+/// `HEAD_WARPS` in rope_kv.cu.
+const HEAD_WARPS: u32 = 8;
+/// Tokens up to which a token's heads are spread over several blocks.
+const FEW_TOKENS: u32 = 64;
 /// `WARPS` in attention_plain.cu.
 const PLAIN_WARPS: u32 = 4;
 
@@ -62,6 +66,44 @@ struct PlainAttentionArgs {
     scale: f32,
 }
 
+/// `HeadsArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct HeadsArgs {
+    q: u64,
+    k: u64,
+    v: u64,
+    q_norm: u64,
+    k_norm: u64,
+    positions: u64,
+    slots: u64,
+    pool: u64,
+    num_heads: u32,
+    num_kv_heads: u32,
+    head_dim: u32,
+    block_size: u32,
+    pairs: u32,
+    interleaved: u32,
+    q_eps: f32,
+    k_eps: f32,
+    magnitude: f32,
+    inv_freq: [f32; MAX_PAIRS],
+}
+
+/// Heads on their way to attention: views of q `[T, H * E]`, k and v `[T, K * E]`, all of one type.
+pub(crate) struct HeadsTask<'a> {
+    pub(crate) q: View,
+    pub(crate) k: View,
+    pub(crate) v: View,
+    /// f32 `[E]` and its epsilon.
+    pub(crate) q_norm: Option<(u64, f32)>,
+    /// f32 `[E]` and its epsilon.
+    pub(crate) k_norm: Option<(u64, f32)>,
+    pub(crate) rope: &'a RopeTable,
+    pub(crate) num_tokens: u32,
+    pub(crate) num_heads: u32,
+}
+
 /// KV element types, in the order of kernel tables.
 const KV_TYPES: [(DType, &str); 3] = [(DType::F32, "f32"), (DType::F16, "f16"), (DType::BF16, "bf16")];
 
@@ -81,6 +123,7 @@ pub(crate) struct AttentionOps {
     device: Arc<Device>,
     rope: [Function; 2],
     kv_write: ByElemAndKv,
+    heads: ByElemAndKv,
     plain: ByElemAndKv,
 }
 
@@ -104,6 +147,7 @@ impl AttentionOps {
             device: Arc::clone(device),
             rope: by_elem(kernels, "rope")?,
             kv_write: by_elem_and_kv(kernels, "kv_write")?,
+            heads: by_elem_and_kv(kernels, "heads")?,
             plain: by_elem_and_kv(kernels, "attention_plain")?,
         })
     }
@@ -135,6 +179,26 @@ impl AttentionOps {
         table: &RopeTable,
         batch: &CudaBatch,
     ) -> Result<(), BackendError> {
+        let (pairs, inv_freq) = self.frequencies(table, x)?;
+        let args = RopeArgs {
+            x: x.address,
+            positions: batch.positions,
+            num_heads,
+            head_dim,
+            pairs,
+            interleaved: u32::from(table.style == RopeStyle::Interleaved),
+            magnitude: table.magnitude,
+            inv_freq,
+        };
+        let work = num_heads.saturating_mul(args.pairs);
+        let threads = work.next_multiple_of(32).clamp(32, 512);
+        // SAFETY: the struct is the kernel's; the op checked x `[T, heads * E]` and that pairs fit a head; the
+        // batch holds T positions.
+        unsafe { self.device.launch(self.rope[x.elem as usize].0, (num_tokens, 1), threads, 0, &args) }
+    }
+
+    /// Number of pairs, and the frequencies as kernels take them.
+    fn frequencies(&self, table: &RopeTable, x: View) -> Result<(u32, [f32; MAX_PAIRS]), BackendError> {
         let pairs = table.inv_freq.len();
         if pairs > MAX_PAIRS {
             return Err(BackendError::Unsupported {
@@ -144,22 +208,46 @@ impl AttentionOps {
                 detail: format!("{pairs} pairs of a head; at most {MAX_PAIRS}"),
             });
         }
-        let mut args = RopeArgs {
-            x: x.address,
+        let mut inv_freq = [0.0; MAX_PAIRS];
+        inv_freq[..pairs].copy_from_slice(&table.inv_freq);
+        Ok((word(pairs), inv_freq))
+    }
+
+    /// Norms (where given) and rotates q in place and k, and writes k and v to their slots.
+    pub(crate) fn heads(
+        &self,
+        task: &HeadsTask<'_>,
+        batch: &CudaBatch,
+        group: GroupPlace,
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let (pairs, inv_freq) = self.frequencies(task.rope, task.q)?;
+        let args = HeadsArgs {
+            q: task.q.address,
+            k: task.k.address,
+            v: task.v.address,
+            q_norm: task.q_norm.map_or(0, |(weight, _)| weight),
+            k_norm: task.k_norm.map_or(0, |(weight, _)| weight),
             positions: batch.positions,
-            num_heads,
-            head_dim,
-            pairs: word(pairs),
-            interleaved: u32::from(table.style == RopeStyle::Interleaved),
-            magnitude: table.magnitude,
-            inv_freq: [0.0; MAX_PAIRS],
+            slots: group.slots,
+            pool: pool.address,
+            num_heads: task.num_heads,
+            num_kv_heads: word(pool.spec.num_kv_heads),
+            head_dim: word(pool.spec.head_dim),
+            block_size: word(pool.spec.block_size),
+            pairs,
+            interleaved: u32::from(task.rope.style == RopeStyle::Interleaved),
+            q_eps: task.q_norm.map_or(0.0, |(_, eps)| eps),
+            k_eps: task.k_norm.map_or(0.0, |(_, eps)| eps),
+            magnitude: task.rope.magnitude,
+            inv_freq,
         };
-        args.inv_freq[..pairs].copy_from_slice(&table.inv_freq);
-        let work = num_heads.saturating_mul(args.pairs);
-        let threads = work.next_multiple_of(32).clamp(32, 512);
-        // SAFETY: the struct is the kernel's; the op checked x `[T, heads * E]` and that pairs fit a head; the
-        // batch holds T positions.
-        unsafe { self.device.launch(self.rope[x.elem as usize].0, (num_tokens, 1), threads, 0, &args) }
+        let all_heads = args.num_heads + 2 * args.num_kv_heads;
+        let across = if task.num_tokens <= FEW_TOKENS { all_heads.div_ceil(HEAD_WARPS) } else { 1 };
+        let function = self.heads[task.q.elem as usize][self.kv_idx(pool.spec)?];
+        // SAFETY: the struct is the kernel's; the op checked the shapes, that pairs fit a head and heads the pool,
+        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool.
+        unsafe { self.device.launch(function.0, (task.num_tokens, across), HEAD_WARPS * 32, 0, &args) }
     }
 
     /// Writes k and v `[T, K * E]` to their slots.

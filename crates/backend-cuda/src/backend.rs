@@ -8,7 +8,7 @@
 //! A row's bits depend on its own input only in every op but [`Backend::linear`], whose algorithm cuBLASLt picks
 //! by the number of tokens.
 
-use crate::attention::{AttentionOps, LayerPool};
+use crate::attention::{AttentionOps, HeadsTask, LayerPool};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
 use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
@@ -21,10 +21,10 @@ use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
 use crate::staging::PieceUploader;
 use cudarc::driver::result;
-use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_shape, shape_error};
+use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
 use pagemill_backend::{
-    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo, KvPool,
-    KvPoolSpec, LinearPart, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
+    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
+    HeadTransform, KvPool, KvPoolSpec, LinearPart, Norm, Qkv, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -393,9 +393,7 @@ impl Backend for CudaBackend {
     ) -> Result<(), BackendError> {
         const OP: &str = "rope";
         let (cols, pairs) = (x.cols(), table.inv_freq.len());
-        ensure(OP, head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim, || {
-            (format!("whole heads of at least {} elements", 2 * pairs), format!("{cols} columns, heads of {head_dim}"))
-        })?;
+        ensure_rope(OP, cols, head_dim, table)?;
         ensure_shape(OP, "x", x, batch.layout.num_tokens(), cols)?;
         if pairs == 0 {
             return Ok(());
@@ -424,6 +422,48 @@ impl Backend for CudaBackend {
         let group = device_batch(OP, batch)?.groups[params.group_idx];
         let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
         self.attention.kv_write(k, v, to_u32(OP, "tokens", num_tokens)?, group, pool)
+    }
+
+    fn rope_kv_write(
+        &self,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<Tensor, BackendError> {
+        const OP: &str = "rope_kv_write";
+        let Qkv { q, k, v } = qkv;
+        ensure_attention(OP, params, batch, kv.spec())?;
+        let num_tokens = batch.layout.groups[params.group_idx].slot_mapping.len();
+        let (q_cols, kv_cols) = (params.num_heads * params.head_dim, params.num_kv_heads * params.head_dim);
+        ensure_shape(OP, "q", &q, num_tokens, q_cols)?;
+        ensure_shape(OP, "k", &k, num_tokens, kv_cols)?;
+        ensure_shape(OP, "v", &v, num_tokens, kv_cols)?;
+        ensure_rope(OP, q_cols, params.head_dim, transform.rope)?;
+        let norm = |norm: Option<Norm<'_>>| {
+            let placed = norm.map(|norm| {
+                ensure_shape(OP, "norm", norm.weight, 1, params.head_dim)?;
+                Ok::<_, BackendError>((view_f32(OP, norm.weight)?, norm.eps))
+            });
+            placed.transpose()
+        };
+        let task = HeadsTask {
+            q: view(OP, &q)?,
+            k: view(OP, &k)?,
+            v: view(OP, &v)?,
+            q_norm: norm(transform.q_norm)?,
+            k_norm: norm(transform.k_norm)?,
+            rope: transform.rope,
+            num_tokens: to_u32(OP, "tokens", num_tokens)?,
+            num_heads: to_u32(OP, "heads", params.num_heads)?,
+        };
+        ensure_same_elem(OP, task.q, task.k)?;
+        ensure_same_elem(OP, task.q, task.v)?;
+        let device = device_batch(OP, batch)?;
+        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
+        self.attention.heads(&task, device, device.groups[params.group_idx], pool)?;
+        Ok(q)
     }
 
     fn attention(

@@ -1,7 +1,7 @@
 //! Checks in front of every op that are the same on every device: shapes, dtypes and the step's batch
 //! metadata. Every backend calls them before it takes a pointer. Knows no memory.
 
-use crate::{AttentionParams, BackendError, BatchLayout, DType, DeviceBatch, KvPoolSpec, Tensor};
+use crate::{AttentionParams, BackendError, BatchLayout, DType, DeviceBatch, KvPoolSpec, RopeTable, Tensor};
 
 /// A shape error of `op`.
 #[must_use]
@@ -66,6 +66,29 @@ pub fn ensure_attention(
         (format!("a cache group below {}", batch.layout.groups.len()), group_idx.to_string())
     })?;
     ensure(op, window != Some(0), || ("a window of at least one token".into(), "0".into()))
+}
+
+/// `cols` are whole heads, and a head has as many elements as are rotated.
+///
+/// # Errors
+/// [`BackendError::Shape`], naming `op`.
+pub fn ensure_rope(op: &'static str, cols: usize, head_dim: usize, table: &RopeTable) -> Result<(), BackendError> {
+    let pairs = table.inv_freq.len();
+    ensure(op, head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim, || {
+        (format!("whole heads of at least {} elements", 2 * pairs), format!("{cols} columns, heads of {head_dim}"))
+    })
+}
+
+/// Every slot is inside the pool. (`upload_batch` saw to this; it is asked again because K and V are written through
+/// pointers.)
+///
+/// # Errors
+/// [`BackendError::Shape`], naming `op`.
+pub fn ensure_slots(op: &'static str, slots: &[u32], spec: &KvPoolSpec) -> Result<(), BackendError> {
+    let num_slots = spec.num_blocks * spec.block_size;
+    ensure(op, slots.iter().all(|&slot| (slot as usize) < num_slots), || {
+        (format!("slots below {num_slots}"), format!("{slots:?}"))
+    })
 }
 
 /// Everything the kernels take for granted about a batch: see [`crate::Backend::upload_batch`].

@@ -10,6 +10,7 @@
 pub mod batch;
 pub mod check;
 pub mod collective;
+pub mod composed;
 pub mod cpu;
 pub mod dtype;
 pub mod error;
@@ -19,11 +20,12 @@ pub mod tensor;
 
 pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
-pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa};
+pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective};
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
 pub use ops::{
-    Activation, AttentionParams, Backend, DeviceInfo, LinearPart, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+    Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, Norm, Qkv,
+    ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
 };
 pub use tensor::{DeviceBuffer, Tensor, Weight};

@@ -7,8 +7,10 @@
 //! - Softmax, norms, RoPE angles and logits are f32.
 //! - Ops allocate nothing after warm-up, except [`Backend::temp`], which recycles.
 //! - Shapes and dtypes are checked before a pointer is taken.
+//! - A fused op ([`Backend::fused_linear`], [`Backend::rope_kv_write`]) gives the bits that the plain ops give one
+//!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 
-use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight};
+use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed};
 
 /// What a device says about itself.
 #[derive(Clone, Debug)]
@@ -62,6 +64,100 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU.
     GeluTanh,
+}
+
+/// An RMS norm: `x / rms(x) * weight`.
+#[derive(Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[1, cols]`.
+    pub weight: &'a Tensor,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+/// What is added to a residual stream.
+#[derive(Clone, Copy)]
+pub struct Addend<'a> {
+    /// `[T, C]`.
+    pub x: &'a Tensor,
+    /// The norm that `x` goes through first, if any.
+    pub norm: Option<Norm<'a>>,
+}
+
+/// What a product reads, `[T, C]`. All but the first are made on the way: a backend may keep a row where it is
+/// made (in registers, or only quantised), since nobody else reads it.
+#[must_use = "the rows, and the sum into the residual, are only made by the product that takes this"]
+pub enum LinearInput<'a> {
+    /// The rows as they are.
+    Plain(&'a Tensor),
+    /// The norm of `x`.
+    Normed {
+        /// `[T, C]`.
+        x: &'a Tensor,
+        /// Over `C`.
+        norm: Norm<'a>,
+    },
+    /// `residual += addend`, then the norm of `residual`.
+    AddNormed {
+        /// `[T, C]`, left as the sum.
+        residual: &'a mut Tensor,
+        /// `[T, C]`.
+        addend: Addend<'a>,
+        /// Over `C`.
+        norm: Norm<'a>,
+    },
+    /// `act(gate) * up`, element by element.
+    Gated {
+        /// `[T, C]`.
+        gate: &'a Tensor,
+        /// `[T, C]`.
+        up: &'a Tensor,
+        /// The gate's activation.
+        act: Activation,
+    },
+}
+
+impl LinearInput<'_> {
+    /// The tensor whose shape the input has.
+    fn shaped(&self) -> &Tensor {
+        match self {
+            LinearInput::Plain(x) | LinearInput::Normed { x, .. } | LinearInput::Gated { gate: x, .. } => x,
+            LinearInput::AddNormed { residual, .. } => residual,
+        }
+    }
+
+    /// `T`.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.shaped().rows()
+    }
+
+    /// `C`.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.shaped().cols()
+    }
+}
+
+/// Heads of a step's tokens, as the projections give them.
+pub struct Qkv {
+    /// `[T, H * E]`.
+    pub q: Tensor,
+    /// `[T, K * E]`.
+    pub k: Tensor,
+    /// `[T, K * E]`.
+    pub v: Tensor,
+}
+
+/// What happens to each head of q and k before attention: the norm, then the rotation.
+#[derive(Clone, Copy)]
+pub struct HeadTransform<'a> {
+    /// Over `E`, for q.
+    pub q_norm: Option<Norm<'a>>,
+    /// Over `E`, for k.
+    pub k_norm: Option<Norm<'a>>,
+    /// Rotation by the token's position.
+    pub rope: &'a RopeTable,
 }
 
 /// How a head's elements pair up for the rotation.
@@ -171,6 +267,22 @@ pub trait Backend: Send + Sync {
     /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError>;
 
+    /// As [`Backend::embed`], of a table that holds the rows of the ids `first_id..first_id + V` only:
+    /// the rows of `out` of all other ids become zero. Every rank of a stage has a part of the
+    /// vocabulary, so that the sum over ranks is the embedding.
+    fn embed_part(
+        &self,
+        _table: &Weight,
+        _first_id: usize,
+        _ids: &[u32],
+        _scale: f32,
+        _out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let device = self.info().description;
+        let detail = "this device does not cut the vocabulary".into();
+        Err(BackendError::Unsupported { device, op: "embed_part", dtype: DType::F32, detail })
+    }
+
     /// `out = x / rms(x) * weight`, row by row; `weight` `[1, cols]`. `x` and `out` `[rows, cols]`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError>;
 
@@ -190,6 +302,11 @@ pub trait Backend: Send + Sync {
     /// `part.out = x · part.weightᵀ (+ bias)` for every part; `x` `[T, C]` is quantised once for all.
     fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError>;
 
+    /// [`Self::linear`] over rows that are made on the way, once for all parts.
+    fn fused_linear(&self, input: LinearInput<'_>, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
+        composed::linear(self, input, parts)
+    }
+
     /// Rotates the first `2 * inv_freq.len()` elements of every head of `x` `[T, heads * E]` in place.
     fn rope(&self, x: &mut Tensor, head_dim: usize, table: &RopeTable, batch: &DeviceBatch)
     -> Result<(), BackendError>;
@@ -203,6 +320,19 @@ pub trait Backend: Send + Sync {
         batch: &DeviceBatch,
         kv: &mut KvPool,
     ) -> Result<(), BackendError>;
+
+    /// Norms (where given) and rotates each head of q and k by its token's position, and writes k and v to the slots
+    /// of `params.group_idx`. Gives q `[T, H * E]`; what is left of k and v is recycled.
+    fn rope_kv_write(
+        &self,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<Tensor, BackendError> {
+        composed::rope_kv_write(self, qkv, transform, params, batch, kv)
+    }
 
     /// Causal attention of `q` `[T, H * E]` over the cached blocks where they lie (this step's
     /// tokens are already written). `out` `[T, H * E]`.

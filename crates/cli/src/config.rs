@@ -5,7 +5,7 @@ use crate::devices::Device;
 use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
-use pagemill_engine::EngineConfig;
+use pagemill_engine::{EngineConfig, ParallelMode};
 use pagemill_scheduler::KvLayout;
 
 /// The parts of a valid configuration that concern model and engine.
@@ -35,8 +35,7 @@ pub enum LoadFormat {
 /// # Errors
 /// One sentence naming the key.
 pub fn engine_config(settings: EngineSettings) -> Result<Config> {
-    single(settings.tensor_parallel, "tensor_parallel")?;
-    single(settings.pipeline_parallel, "pipeline_parallel")?;
+    let parallel = parallel_mode(settings.tensor_parallel, settings.pipeline_parallel)?;
     if let Some(q) = settings.quantization.as_deref()
         && !["as-stored", "as_stored", "none"].contains(&q)
     {
@@ -57,6 +56,8 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         kv_cache_bytes: settings.kv_cache_bytes.as_deref().map(|s| parse_bytes(s, "kv_cache_bytes")).transpose()?,
         prefix_cache: settings.prefix_cache.unwrap_or(defaults.prefix_cache),
         max_waiting: positive(settings.max_waiting, "max_waiting")?.unwrap_or(defaults.max_waiting),
+        parallel,
+        micro_batches: micro_batches(settings.micro_batches.as_deref())?,
         ..defaults
     };
     if let (Some(tokens), Some(batch)) = (engine.max_batch_tokens, engine.max_batch_size)
@@ -72,10 +73,27 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
     Ok(Config { engine, device, cpu, load_format: load_format(settings.load_format.as_deref())? })
 }
 
-fn single(value: Option<usize>, key: &str) -> Result<()> {
-    match value {
-        None | Some(1) => Ok(()),
-        Some(n) => bail!("{key} = {n}: this version runs on one rank (1)"),
+/// More ranks in one process than any machine has cores.
+const RANKS_MAX: usize = 256;
+
+fn parallel_mode(tensor_parallel: Option<usize>, pipeline_parallel: Option<usize>) -> Result<ParallelMode> {
+    let tensor_parallel = positive(tensor_parallel, "tensor_parallel")?.unwrap_or(1);
+    let pipeline_parallel = positive(pipeline_parallel, "pipeline_parallel")?.unwrap_or(1);
+    if tensor_parallel.checked_mul(pipeline_parallel).is_none_or(|ranks| ranks > RANKS_MAX) {
+        bail!(
+            "tensor_parallel = {tensor_parallel}: with pipeline_parallel = {pipeline_parallel} there would be more than {RANKS_MAX} ranks"
+        );
+    }
+    Ok(ParallelMode { tensor_parallel, pipeline_parallel })
+}
+
+fn micro_batches(text: Option<&str>) -> Result<Option<usize>> {
+    match text {
+        None | Some("auto") => Ok(None),
+        Some(text) => match text.parse() {
+            Ok(count @ 1..=32) => Ok(Some(count)),
+            _ => bail!("micro_batches = {text}: must be auto or a number from 1 to 32"),
+        },
     }
 }
 
@@ -288,7 +306,11 @@ mod tests {
             (EngineSettings { kv_dtype: Some("int3".into()), ..Default::default() }, "kv_dtype"),
             (EngineSettings { kv_layout: Some("heap".into()), ..Default::default() }, "kv_layout"),
             (EngineSettings { max_batch_size: Some(0), ..Default::default() }, "max_batch_size"),
-            (EngineSettings { tensor_parallel: Some(2), ..Default::default() }, "tensor_parallel"),
+            (EngineSettings { tensor_parallel: Some(0), ..Default::default() }, "tensor_parallel"),
+            (EngineSettings { tensor_parallel: Some(usize::MAX), ..Default::default() }, "tensor_parallel = "),
+            (EngineSettings { pipeline_parallel: Some(300), ..Default::default() }, "tensor_parallel = 1: with"),
+            (EngineSettings { micro_batches: Some("many".into()), ..Default::default() }, "micro_batches"),
+            (EngineSettings { micro_batches: Some("0".into()), ..Default::default() }, "micro_batches"),
             (EngineSettings { activations: Some("f8".into()), ..Default::default() }, "activations"),
             (EngineSettings { isa: Some("sse9".into()), ..Default::default() }, "isa"),
             (EngineSettings { device: Some("tpu".into()), ..Default::default() }, "device"),

@@ -2,10 +2,10 @@
 //! that was taken.
 
 use crate::config::{Config, LoadFormat};
-use crate::{devices, models};
+use crate::{models, ranks};
 use anyhow::Result;
 use indicatif::{HumanBytes, ProgressBar};
-use pagemill_engine::{EngineHandle, MemoryPlan, build_engine};
+use pagemill_engine::{EngineHandle, MemoryPlan, build_engine_on};
 use pagemill_formats::Checkpoint;
 use pagemill_model::ModelSpec;
 use pagemill_server::TextAssets;
@@ -87,13 +87,14 @@ pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedMode
 }
 
 fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let backend = devices::open(config)?;
-    let device = backend.info().description;
+    // A layout that cannot be is a sentence before any thread is started.
+    pagemill_model::plan_stages(checkpoint, config.engine.parallel)?;
+    let ranks::Ranks { contexts, description: device } = ranks::open(config)?;
     let bar = match show {
         Show::Nothing => ProgressBar::hidden(),
         Show::Progress | Show::Memory => models::pull::byte_bar(0, "loading weights"),
     };
-    let built = build_engine(checkpoint, backend, &config.engine, &|progress| {
+    let built = build_engine_on(checkpoint, contexts, &config.engine, &|progress| {
         bar.set_length(progress.bytes_total);
         bar.set_position(progress.bytes_done);
     })?;
@@ -101,6 +102,9 @@ fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedE
     if show == Show::Memory {
         eprintln!("{} on {device}, {} of weights", built.spec.architecture, HumanBytes(built.plan.weight_bytes));
         eprintln!("{}", built.plan);
+        if let Some(text) = ranks::describe(&built.engine.status().pipeline) {
+            eprintln!("{text}");
+        }
     }
     Ok(LoadedEngine { handle: EngineHandle::spawn(built.engine), spec: built.spec, plan: built.plan, device })
 }

@@ -9,6 +9,7 @@ mod devices;
 mod environment;
 mod loading;
 mod models;
+mod ranks;
 mod settings;
 
 use clap::{Args, Parser, Subcommand};

@@ -48,12 +48,16 @@ pub struct EngineSettings {
     /// Requests waiting at most; more get 429 [default: 1024]
     #[arg(long, env = "PAGEMILL_MAX_WAITING", value_name = "N")]
     pub max_waiting: Option<usize>,
-    /// Ranks that share each layer (1 in this version)
+    /// Ranks that share each layer; -tp is short for it [default: 1]
     #[arg(long, env = "PAGEMILL_TENSOR_PARALLEL", visible_alias = "tensor-parallel-size", value_name = "N")]
     pub tensor_parallel: Option<usize>,
-    /// Stages that share the layers out (1 in this version)
-    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "N")]
+    /// Stages that share the layers out; -pp is short for it [default: 1]
+    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "M")]
     pub pipeline_parallel: Option<usize>,
+    /// Steps in flight in the pipeline, or `auto`: measured at start, from 4 upwards [default: auto]
+    #[arg(long, env = "PAGEMILL_MICRO_BATCHES", value_name = "N|auto")]
+    #[serde(deserialize_with = "text_or_number")]
+    pub micro_batches: Option<String>,
     /// Weight type to convert to; only `as-stored` in this version
     #[arg(long, env = "PAGEMILL_QUANTIZATION", value_name = "TYPE")]
     pub quantization: Option<String>,
@@ -63,7 +67,7 @@ pub struct EngineSettings {
     /// What quantised weights are multiplied with: int8 (on a GPU: bf16), or f32 (exact, slower) [default: int8]
     #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
     pub activations: Option<String>,
-    /// Instruction set: auto, scalar, avx2, avx512-vnni or avx512-amx [default: auto]
+    /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
     #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
     pub isa: Option<String>,
     /// Where the model runs: auto (a GPU where there is one), cpu or cuda:N [default: auto]
@@ -116,6 +120,20 @@ fn one_or_more<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Opti
     Ok(Some(match Written::deserialize(deserializer)? {
         Written::One(text) => vec![text],
         Written::More(texts) => texts,
+    }))
+}
+
+/// A number or a word.
+fn text_or_number<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a number or a text")]
+    enum Written {
+        Number(u64),
+        Text(String),
+    }
+    Ok(Some(match Written::deserialize(deserializer)? {
+        Written::Number(number) => number.to_string(),
+        Written::Text(text) => text,
     }))
 }
 
@@ -200,6 +218,7 @@ impl EngineSettings {
             max_waiting: self.max_waiting.or(file.max_waiting),
             tensor_parallel: self.tensor_parallel.or(file.tensor_parallel),
             pipeline_parallel: self.pipeline_parallel.or(file.pipeline_parallel),
+            micro_batches: self.micro_batches.or(file.micro_batches),
             quantization: self.quantization.or(file.quantization),
             threads: self.threads.or(file.threads),
             activations: self.activations.or(file.activations),
@@ -248,6 +267,15 @@ mod tests {
         }
         let wrong = parse_file("api_key = 7").unwrap_err();
         assert_eq!(wrong, "api_key: expected a text or a list of texts");
+    }
+
+    #[test]
+    fn a_number_or_auto() {
+        for (text, written) in [("micro_batches = 6", "6"), ("micro_batches = \"auto\"", "auto")] {
+            assert_eq!(parse_file(text).unwrap().engine.micro_batches.as_deref(), Some(written));
+        }
+        let wrong = parse_file("micro_batches = [1]").unwrap_err();
+        assert_eq!(wrong, "micro_batches: expected a number or a text");
     }
 
     #[test]

@@ -285,6 +285,7 @@ impl<E: Executor> InferenceEngine<E> {
             schedule_us: self.counters.schedule_us,
             execute_us: self.counters.execute_us,
             workspace_grown: self.executor.workspace_grown(),
+            pipeline: self.executor.pipeline_status(),
             ..EngineStatus::default()
         }
     }

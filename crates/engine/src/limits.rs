@@ -3,7 +3,7 @@
 
 use crate::{EngineConfig, EngineError};
 use pagemill_backend::{DType, KvPoolSpec};
-use pagemill_model::{KvKind, ModelSpec};
+use pagemill_model::{KvKind, ModelSpec, Stage};
 use pagemill_scheduler::{CacheGroup, KvCacheConfig, PagedKvCache, SchedulerConfig};
 
 /// `max_batch_size` when it is not configured: more rows than this gain little on a CPU. Sized pools that
@@ -48,9 +48,11 @@ impl Limits {
         Ok(Self { max_batch_size, max_batch_tokens, max_seq_len, groups })
     }
 
-    /// The scheduler's part.
-    pub(crate) fn scheduler_config(&self, config: &EngineConfig) -> SchedulerConfig {
+    /// The scheduler's part, for a pipeline with so many steps in flight.
+    pub(crate) fn scheduler_config(&self, config: &EngineConfig, micro_batches: usize) -> SchedulerConfig {
         SchedulerConfig {
+            micro_batches,
+            num_stages: config.parallel.pipeline_parallel,
             max_batch_size: self.max_batch_size,
             max_batch_tokens: self.max_batch_tokens,
             prefill_chunk_size: config.prefill_chunk_size,
@@ -87,13 +89,19 @@ impl Limits {
     }
 }
 
-/// The pool's shape on a rank that holds all heads.
-pub(crate) fn pool_spec(spec: &ModelSpec, config: &EngineConfig, num_blocks: usize) -> KvPoolSpec {
+/// The pool's shape on each of `ranks_per_stage` ranks of a stage.
+pub(crate) fn pool_spec(
+    spec: &ModelSpec,
+    config: &EngineConfig,
+    stage: &Stage,
+    ranks_per_stage: usize,
+    num_blocks: usize,
+) -> KvPoolSpec {
     KvPoolSpec {
         num_blocks,
         block_size: config.block_size,
-        layers_per_group: spec.layers_per_group(),
-        num_kv_heads: spec.num_kv_heads,
+        layers_per_group: stage.layers_per_group(spec),
+        num_kv_heads: spec.kv_heads_per_rank(ranks_per_stage),
         head_dim: spec.head_dim,
         dtype: config.kv_dtype,
     }

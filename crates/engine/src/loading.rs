@@ -3,12 +3,13 @@
 
 use crate::limits::{Limits, pool_spec};
 use crate::memory::{KvDemand, KvFactors, size_kv_pool};
+use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
-use crate::warm_up::largest_step;
+use crate::ranks::BringUp;
 use crate::worker::{PaddingBlocks, Worker};
-use crate::{EngineConfig, EngineError, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
+use crate::{EngineConfig, EngineError, Executor, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
 use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
-use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext};
+use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
 use std::sync::Arc;
 
@@ -20,64 +21,110 @@ pub struct BuiltEngine {
     pub spec: ModelSpec,
     /// Memory and limits as measured.
     pub plan: MemoryPlan,
+    /// The layers of each stage.
+    pub stages: Vec<Stage>,
 }
 
-/// Loads a model and builds its engine. Blocking: seconds.
-///
-/// The KV pool is sized by measurement: after the weights are loaded, the largest step is rehearsed once on
-/// a pool that holds just that step; what it leaves in the workspace is what any later step needs.
+/// Loads a model on one device and builds its engine. See [`build_engine_on`].
 ///
 /// # Errors
-/// A configuration that cannot work, a model that cannot be loaded, not enough memory.
+/// As [`build_engine_on`].
 pub fn build_engine(
     checkpoint: &Checkpoint,
     backend: Arc<dyn Backend>,
     config: &EngineConfig,
     progress: &dyn Fn(LoadProgress),
 ) -> Result<BuiltEngine, EngineError> {
+    let rank = RankContext { backend, collective: Arc::new(SoloCollective) };
+    build_engine_on(checkpoint, vec![rank], config, progress)
+}
+
+/// Loads a model over `ranks`, stage by stage, each on a thread of its own from now on, and builds its
+/// engine. Blocking: seconds.
+///
+/// The KV pools are sized by measurement: after the weights are loaded, the largest step is rehearsed once
+/// on pools that hold just that step; what it leaves in the workspaces is what any later step needs.
+/// Block ids mean the same on every rank, so the ranks' pools have equally many blocks.
+///
+/// # Errors
+/// A configuration that cannot work, a layout that the model does not allow, a model that cannot be
+/// loaded, not enough memory.
+pub fn build_engine_on(
+    checkpoint: &Checkpoint,
+    ranks: Vec<RankContext>,
+    config: &EngineConfig,
+    progress: &dyn Fn(LoadProgress),
+) -> Result<BuiltEngine, EngineError> {
+    check_ranks(&ranks, config)?;
     let spec = pagemill_model::read_spec(checkpoint)?;
+    let stages = pagemill_model::plan_stages(checkpoint, config.parallel)?;
     let mut limits = Limits::resolve(&spec, config)?;
-    let info = backend.info();
-    let memory = DeviceMemory::of(&info, backend.logits_rows());
-    let rank = RankContext { backend: Arc::clone(&backend), collective: Arc::new(SoloCollective) };
-    let model = pagemill_model::load(checkpoint, &rank, progress)?;
-    let weight_bytes = model.weight_bytes();
+    // One host's memory, which all ranks share; on GPUs there is one rank.
+    let Some(backend) = ranks.first().map(|rank| &rank.backend) else {
+        return Err(EngineError::Internal("a model on no rank".into()));
+    };
+    let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
 
-    let largest = largest_step(&limits, config.block_size, backend.logits_rows());
-    let warm_up_pool = backend.alloc_kv(&pool_spec(&spec, config, largest.num_blocks))?;
-    let mut worker =
-        Worker::new(Arc::clone(&backend), model, warm_up_pool, PaddingBlocks::default(), limits.max_batch_tokens);
-    backend.rehearse(true);
-    let rehearsed = worker.run(largest.input);
-    backend.rehearse(false);
-    rehearsed?;
-
-    let workspace_bytes = backend.workspace().0 as u64;
-    let plan = size(&spec, config, &mut limits, Measured { memory, weight_bytes, workspace_bytes })?;
-    let padding =
-        PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(limits.padding_blocks(config))? };
-    let pool = pool_spec(&spec, config, plan.num_blocks + limits.padding_blocks(config));
-    worker.finish_warm_up(backend.alloc_kv(&pool)?, padding);
+    let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
+    let ready = bring_up.run(ranks, progress)?;
+    let measured = Measured {
+        memory,
+        weight_bytes: ready.iter().map(|rank| rank.weight_bytes).sum(),
+        workspace_bytes: ready.iter().map(|rank| rank.workspace_bytes).sum(),
+    };
+    let plan = size(&spec, config, &stages, &mut limits, measured)?;
+    let mut workers: Vec<Worker> = ready.into_iter().map(|rank| rank.worker).collect();
+    let num_padding = limits.padding_blocks(config);
+    let padding = PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(num_padding)? };
+    for worker in &mut workers {
+        let pool = worker.alloc_kv(plan.num_blocks + num_padding)?;
+        worker.finish_warm_up(pool, padding);
+    }
+    let mut executor = PipelineExecutor::start(workers)?;
+    micro_batches::settle(&mut executor, config, &limits, plan.num_blocks)?;
 
     let engine = InferenceEngine::new(
-        DynamicBatchScheduler::new(limits.scheduler_config(config)),
+        DynamicBatchScheduler::new(limits.scheduler_config(config, executor.max_in_flight())),
         PagedKvCache::new(limits.cache_config(config, plan.num_blocks)),
-        PipelineExecutor::start(worker)?,
+        executor,
         UnifiedMemoryAllocator::new(plan),
     );
     let engine = if config.check_every_step { engine.checked_every_step() } else { engine };
-    Ok(BuiltEngine { engine, spec, plan })
+    Ok(BuiltEngine { engine, spec, plan, stages })
+}
+
+/// As many ranks as the configuration lays the model out over, in equal stages.
+fn check_ranks(ranks: &[RankContext], config: &EngineConfig) -> Result<(), EngineError> {
+    let mode = config.parallel;
+    let are_placed = ranks.iter().enumerate().all(|(at, rank)| {
+        let collective = &rank.collective;
+        collective.world_size() == mode.tensor_parallel && collective.rank() == at % mode.tensor_parallel
+    });
+    if mode.num_ranks() == 0 || ranks.len() != mode.num_ranks() || !are_placed {
+        let detail = format!("{} ranks were given for {mode}, stage by stage", ranks.len());
+        return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
+    }
+    Ok(())
 }
 
 /// The plan that [`build_engine`] would arrive at with that memory, weights as they are
-/// stored and the workspace estimated. Reads nothing, allocates nothing.
+/// stored and the workspace estimated. Reads nothing, allocates nothing. Stages are taken to be of
+/// equally many layers; what tensor-parallel ranks hold twice is not counted twice.
 ///
 /// # Errors
 /// As [`build_engine`], for configuration and memory.
 pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
-    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows);
-    size(spec, config, &mut limits, Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes })
+    let (count, num_layers) = (config.parallel.pipeline_parallel, spec.num_layers);
+    if count == 0 || count > num_layers {
+        let detail = format!("{num_layers} layers do not make {count} stages of at least one layer");
+        return Err(EngineError::Config { key: "pipeline_parallel", detail });
+    }
+    let layers = |index: usize| index * num_layers / count..(index + 1) * num_layers / count;
+    let stages: Vec<Stage> = (0..count).map(|index| Stage { index, count, layers: layers(index) }).collect();
+    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows) * count as u64;
+    let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
+    size(spec, config, &stages, &mut limits, measured)
 }
 
 /// What the plan needs to know of a device.
@@ -110,15 +157,19 @@ struct Measured {
 fn size(
     spec: &ModelSpec,
     config: &EngineConfig,
+    stages: &[Stage],
     limits: &mut Limits,
     measured: Measured,
 ) -> Result<MemoryPlan, EngineError> {
+    let ranks_per_stage = config.parallel.tensor_parallel;
+    let rank_block_bytes = |stage| pool_spec(spec, config, stage, ranks_per_stage, 1).block_bytes();
+    let block_bytes = stages.iter().map(|stage| rank_block_bytes(stage) * ranks_per_stage).sum::<usize>() as u64;
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
         available_bytes: measured.memory.available_bytes,
         weight_bytes: measured.weight_bytes,
         workspace_bytes: measured.workspace_bytes,
-        block_bytes: pool_spec(spec, config, 1).block_bytes() as u64,
+        block_bytes,
         block_size: config.block_size,
         max_seq_len: limits.max_seq_len,
         model_seq_len: spec.max_seq_len,
@@ -131,6 +182,7 @@ fn size(
             elem_bytes,
             sequence_bytes: 0,
         },
+        parallel: config.parallel,
         ..MemoryPlan::default()
     };
     let demanding = limits.clone();

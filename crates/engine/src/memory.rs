@@ -2,6 +2,7 @@
 //! many KV blocks there are and how long a sequence may be; allocates nothing itself.
 
 use crate::EngineError;
+use pagemill_model::ParallelMode;
 
 /// Share of the available memory that is left alone: a tenth.
 const RESERVE_DIVISOR: u64 = 10;
@@ -10,7 +11,7 @@ const RESERVE_DIVISOR: u64 = 10;
 /// everybody else's: a half.
 const SHARED_MEMORY_DIVISOR: u64 = 2;
 
-/// What the memory is used for, in bytes; printed once at start (see its `Display`).
+/// What the memory is used for, in bytes over all ranks; printed once at start (see its `Display`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Device memory this process could take before loading.
@@ -41,6 +42,8 @@ pub struct MemoryPlan {
     pub max_batch_tokens: usize,
     /// The factors of the KV formula.
     pub kv: KvFactors,
+    /// The ranks over which all of these are summed.
+    pub parallel: ParallelMode,
 }
 
 /// `KV = 2 × layers × kv_heads × head_dim × tokens × bytes`.
@@ -85,6 +88,14 @@ impl std::fmt::Display for MemoryPlan {
             self.max_seq_len,
             if sequence_bytes < self.full_attention_bytes() { ", less behind sliding windows" } else { "" }
         )?;
+        if self.parallel != ParallelMode::SOLO {
+            writeln!(
+                f,
+                "ranks             {:>12}  {}; bytes are sums over all",
+                self.parallel.num_ranks(),
+                self.parallel
+            )?;
+        }
         write!(
             f,
             "fits {} sequences of {} tokens; steps of at most {} sequences",

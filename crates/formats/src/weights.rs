@@ -145,6 +145,24 @@ impl Weights {
         self.read(tensor, tensor.offset + row_bytes * first_row as u64, into)
     }
 
+    /// Reads `into.len()` bytes of row `row` of a tensor from byte `first_byte` of the row on, as they are stored.
+    ///
+    /// # Errors
+    /// As [`read_rows`](Self::read_rows); bytes outside the row.
+    pub fn read_in_row(&self, name: &str, row: usize, first_byte: usize, into: &mut [u8]) -> Result<()> {
+        let (tensor, _) = self.loadable(name)?;
+        let row_bytes = tensor.row_bytes();
+        let end = (first_byte as u64).checked_add(into.len() as u64);
+        if row >= tensor.num_rows() || end.is_none_or(|end| end > row_bytes) {
+            let (len, rows) = (into.len(), tensor.num_rows());
+            let reason = format!(
+                "{len} bytes from byte {first_byte} of row {row}, of a tensor of {rows} rows of {row_bytes} bytes"
+            );
+            return Err(self.error(tensor, FormatErrorKind::InvalidRead { reason }));
+        }
+        self.read(tensor, tensor.offset + row_bytes * row as u64 + first_byte as u64, into)
+    }
+
     /// Reads a whole tensor into `into`, as it is stored.
     ///
     /// # Errors

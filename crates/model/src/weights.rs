@@ -3,6 +3,7 @@
 //! Knows no architecture.
 
 use crate::config::Dialect;
+use crate::holdings::Holdings;
 use crate::made_up::MadeUp;
 use crate::names::Spelling;
 use crate::shard::{Shard, ShardError};
@@ -33,6 +34,10 @@ pub(crate) fn dtype_of(tensor_type: TensorType) -> DType {
     }
 }
 
+/// Bytes of a row from which they are read alone where only they are wanted: below, the pages that hold
+/// them hold the rest of the row too, and one read of many rows is quicker.
+const WORTH_A_READ_BYTES: usize = 4096;
+
 /// A tensor by transformers' name, without `.weight` or `.bias`.
 #[derive(Clone, Copy)]
 pub(crate) enum Module<'a> {
@@ -45,8 +50,6 @@ pub(crate) enum Module<'a> {
 /// The part of a matrix that this rank takes.
 #[derive(Clone)]
 pub(crate) enum Cut {
-    /// All of it.
-    Whole,
     /// Some output features.
     Rows(Range<usize>),
     /// Some input features; the range lies on quantisation block borders.
@@ -73,6 +76,7 @@ pub(crate) struct WeightReader<'a> {
     path: &'a str,
     cx: &'a RankContext,
     spelling: Spelling,
+    holdings: Holdings<'a>,
     progress: &'a dyn Fn(LoadProgress),
     taken: RefCell<HashSet<String>>,
     bytes_read: Cell<u64>,
@@ -81,21 +85,24 @@ pub(crate) struct WeightReader<'a> {
 }
 
 impl<'a> WeightReader<'a> {
-    /// Reads `weights` for the rank of `cx`.
+    /// Reads the part `holdings` of `weights` for the rank of `cx`.
     pub(crate) fn new(
         weights: &'a Weights,
         path: &'a str,
         cx: &'a RankContext,
         spelling: Spelling,
+        holdings: Holdings<'a>,
         progress: &'a dyn Fn(LoadProgress),
     ) -> Self {
-        let bytes_total = weights.tensors().iter().map(TensorInfo::num_bytes).sum();
+        let here = |info: &&TensorInfo| !holdings.is_elsewhere(spelling, info.name());
+        let bytes_total = weights.tensors().iter().filter(here).map(TensorInfo::num_bytes).sum();
         Self {
             weights,
             made_up: weights.made_up_type().map(|tensor_type| MadeUp::new(dtype_of(tensor_type))),
             path,
             cx,
             spelling,
+            holdings,
             progress,
             taken: RefCell::default(),
             bytes_read: Cell::new(0),
@@ -152,7 +159,6 @@ impl<'a> WeightReader<'a> {
         };
         let stored_row_bytes = row_bytes(shape[1])?;
         let (rows, cols) = match cut {
-            Cut::Whole => (0..shape[0], 0..shape[1]),
             Cut::Rows(rows) => (rows.clone(), 0..shape[1]),
             Cut::Cols(cols) => (0..shape[0], cols.clone()),
         };
@@ -165,6 +171,10 @@ impl<'a> WeightReader<'a> {
                 made_up.fill(out);
             } else if kept_row_bytes == stored_row_bytes {
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, out)?;
+            } else if kept_row_bytes >= WORTH_A_READ_BYTES {
+                for (row, kept) in out.chunks_exact_mut(kept_row_bytes).enumerate() {
+                    self.weights.read_in_row(&name, rows.start + first_row + row, bytes_before, kept)?;
+                }
             } else {
                 staging.resize(num_rows * stored_row_bytes, 0);
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, &mut staging)?;
@@ -218,14 +228,14 @@ impl<'a> WeightReader<'a> {
         Ok(Some(values))
     }
 
-    /// Refuses tensors that no layer has read.
-    pub(crate) fn finish(&self, tied_embeddings: bool) -> Result<(), ModelError> {
+    /// Refuses tensors that no layer has read and that are no other stage's.
+    pub(crate) fn finish(&self) -> Result<(), ModelError> {
         let taken = self.taken.borrow();
-        let unread = self
-            .weights
-            .tensors()
-            .iter()
-            .find(|info| !taken.contains(info.name()) && !self.spelling.is_harmless(info.name(), tied_embeddings));
+        let (spelling, holdings) = (self.spelling, self.holdings);
+        let is_excused =
+            |name: &str| spelling.is_harmless(name, holdings.tied_embeddings) || holdings.is_elsewhere(spelling, name);
+        let unread =
+            self.weights.tensors().iter().find(|info| !taken.contains(info.name()) && !is_excused(info.name()));
         if let Some(info) = unread {
             return Err(self.error(info.name(), "not used by this architecture; the result would be wrong".into()));
         }

@@ -3,7 +3,10 @@
 use crate::support::{
     ACTIVATIONS, Random, activation, assert_close, cached, cpu, gpu, host, poisoned, rounded, scalar, tolerance,
 };
-use pagemill_backend::{AttentionParams, Backend, BatchLayout, BlockCopy, DType, GroupLayout, KvPool, KvPoolSpec};
+use pagemill_backend::{
+    AttentionParams, Backend, BatchLayout, BlockCopy, DType, GroupLayout, HeadTransform, KvPool, KvPoolSpec, Norm, Qkv,
+    RopeStyle, RopeTable,
+};
 use pagemill_backend_cuda::Activations;
 
 #[derive(Clone, Copy, Debug)]
@@ -91,14 +94,12 @@ fn pool(backend: &dyn Backend, shape: Shape, num_blocks: usize, dtype: DType) ->
     pool
 }
 
-/// One step: `chunks` are (sequence, first position, tokens). Returns the output rows.
-fn step(
-    backend: &dyn Backend,
+/// The layout of a step and its q, k and v.
+fn packed(
     shape: Shape,
-    pool: &mut KvPool,
     seqs: &[Sequence],
     chunks: &[(usize, usize, usize)],
-) -> Vec<f32> {
+) -> (BatchLayout, Vec<f32>, Vec<f32>, Vec<f32>) {
     let block_size = shape.block_size;
     let mut layout = BatchLayout { query_start: vec![0], ..Default::default() };
     let mut group = GroupLayout { block_table_start: vec![0], ..Default::default() };
@@ -127,6 +128,19 @@ fn step(
     let mut other = group.clone();
     other.block_table.iter_mut().for_each(|block| *block = 0);
     layout.groups = vec![other, group];
+    (layout, q, k, v)
+}
+
+/// One step: `chunks` are (sequence, first position, tokens). Returns the output rows.
+fn step(
+    backend: &dyn Backend,
+    shape: Shape,
+    pool: &mut KvPool,
+    seqs: &[Sequence],
+    chunks: &[(usize, usize, usize)],
+) -> Vec<f32> {
+    let (layout, q, k, v) = packed(shape, seqs, chunks);
+    let (q_cols, kv_cols) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
     let tokens = layout.positions.len();
     let batch = backend.upload_batch(layout, pool.spec()).unwrap();
     let (k, v) = (activation(backend, tokens, kv_cols, &k), activation(backend, tokens, kv_cols, &v));
@@ -198,6 +212,53 @@ fn a_long_sequence_in_chunks_and_its_last_token_alone() {
             // A row depends on its own sequence only: not a bit changes in other company and chunks.
             let last = step(&gpu, shape, &mut gpu_pool, &seqs, &[(0, 4096, 1)]);
             assert_eq!(last, got[0][4096 * 256..]);
+        }
+    }
+}
+
+/// The fused way of heads to attention against the CPU's ops one by one, norms and all.
+#[test]
+fn heads_are_normed_turned_and_written() {
+    let shapes = [(9, 3, 64, 32), (4, 1, 256, 128), (14, 2, 32, 8), (5, 1, 20, 10), (2, 1, 512, 256)];
+    for activations in ACTIVATIONS {
+        let Some(gpu) = gpu(activations) else { return };
+        let cpu = scalar();
+        for (nth, (heads, kv_heads, head_dim, pairs)) in shapes.into_iter().enumerate() {
+            let shape = Shape { heads, kv_heads, head_dim, window: None, block_size: 16 };
+            let (seqs, blocks) = sequences(shape, &[17, 70], activations, DType::F32);
+            let style = if nth % 2 == 0 { RopeStyle::Half } else { RopeStyle::Interleaved };
+            let inv_freq = (0..pairs).map(|i| 0.5_f32.powi(i / 4)).collect();
+            let table = RopeTable { inv_freq, magnitude: 1.1, style };
+            let weight = Random::new(3).normal(head_dim);
+            for normed in [false, true] {
+                let run = |backend: &dyn Backend| {
+                    let mut pool = pool(backend, shape, blocks, DType::F32);
+                    let (layout, q, k, v) = packed(shape, &seqs, &[(1, 0, 70), (0, 0, 17)]);
+                    let batch = backend.upload_batch(layout, pool.spec()).unwrap();
+                    let weight = backend.load_vector("norm", &weight).unwrap();
+                    let norm = normed.then_some(Norm { weight: &weight, eps: 1e-6 });
+                    let transform = HeadTransform { q_norm: norm, k_norm: norm, rope: &table };
+                    let (q_cols, kv_cols) = (heads * head_dim, kv_heads * head_dim);
+                    let qkv = Qkv {
+                        q: activation(backend, 87, q_cols, &q),
+                        k: activation(backend, 87, kv_cols, &k),
+                        v: activation(backend, 87, kv_cols, &v),
+                    };
+                    let q = backend.rope_kv_write(qkv, &transform, &shape.params(), &batch, &mut pool).unwrap();
+                    let mut out = poisoned(backend, 87, q_cols);
+                    backend.attention(&q, &shape.params(), &batch, &pool, &mut out).unwrap();
+                    (host(backend, &q), host(backend, &out))
+                };
+                let ((got_q, got), (want_q, want)) = (run(&gpu), run(&cpu));
+                let what = format!("{activations:?} {shape:?}, normed {normed}");
+                // Rounded twice: after the norm and after the rotation. Scores of heads this large move weights.
+                let (turned, attended) = match activations {
+                    Activations::F32 => (1e-5, 2e-3),
+                    Activations::Bf16 => (1.0 / 128.0, 0.15),
+                };
+                assert_close(&got_q, &want_q, turned, &format!("q, {what}"));
+                assert_close(&got, &want, attended, &what);
+            }
         }
     }
 }

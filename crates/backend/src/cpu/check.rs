@@ -2,7 +2,9 @@
 //! [`crate::check`]. Kernels behind these may index without asking again.
 
 use super::memory::CpuBuffer;
-pub(crate) use crate::check::{ensure, ensure_attention, ensure_batch, ensure_f32, ensure_shape, shape_error};
+pub(crate) use crate::check::{
+    ensure, ensure_attention, ensure_batch, ensure_f32, ensure_rope, ensure_shape, ensure_slots, shape_error,
+};
 use crate::{BackendError, DeviceBuffer, Tensor};
 
 /// The tensor's elements, if it is an f32 tensor of this device.

@@ -1,4 +1,4 @@
-//! The kernels in plain Rust: the reference for the others, and what machines without AVX2 run.
+//! The kernels in plain Rust: the reference for the others, and what machines run that no others were written for.
 
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, code_at, scale_at};

@@ -60,22 +60,18 @@ pub(super) struct Panel {
 impl Panel {
     /// Asks for what the panel `ahead` of this one has for `block`: a panel is far enough to hide memory, and
     /// the hardware's own streams would have to start anew at each region. A hint; past the end it does nothing.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
     pub(super) fn prefetch<F: Format>(self, ahead: usize, block: usize) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let layout = F::LAYOUT;
         let next = self.base.wrapping_add(ahead * self.shape.bytes);
         let scale_bytes = layout.groups() * layout.scale.bytes();
         let codes = next.wrapping_add(block * layout.block_bytes());
         let scales = next.wrapping_add(self.shape.scales_at + block * scale_bytes);
-        // SAFETY: SSE is part of the baseline; a prefetch reads nothing that a program can see.
-        unsafe {
-            for line in 0..layout.bits {
-                _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(64 * line).cast());
-            }
-            _mm_prefetch::<_MM_HINT_T0>(scales.cast());
+        for line in 0..layout.bits {
+            prefetch_line(codes.wrapping_add(64 * line));
         }
+        prefetch_line(scales);
     }
 
     /// The bytes, for code that is not after speed.
@@ -86,6 +82,17 @@ impl Panel {
         // SAFETY: by the field's definition and the caller's promise.
         unsafe { std::slice::from_raw_parts(self.base, self.shape.bytes) }
     }
+}
+
+#[cfg(target_arch = "aarch64")]
+use crate::cpu::neon::prefetch as prefetch_line;
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch_line(at: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: SSE is part of the baseline; a prefetch reads nothing that a program can see.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
 /// Plain rows, from some column of some row on.

@@ -79,6 +79,7 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
                 prompt: random_prompt(random, args.prompt_tokens, loaded.spec.vocab_size),
                 generated: args.gen_tokens,
                 arrival: 0.0,
+                priority: 0,
             })
             .collect();
         let result = run(&loaded.handle, jobs)?;

@@ -128,7 +128,8 @@ fn measure(
     config.engine.kv_layout = arm.layout;
     let loaded = loading::load_engine(model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed ^ 0x5EED ^ run_idx as u64);
-    let warm_up = Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0 };
+    let warm_up =
+        Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0, priority: 0 };
     run(&loaded.handle, vec![warm_up])?;
     let before = loaded.handle.status();
     let mut arrival = 0.0;
@@ -142,6 +143,7 @@ fn measure(
                 prompt: random_prompt(&mut random, l.prompt, loaded.spec.vocab_size),
                 generated: l.generated,
                 arrival,
+                priority: 0,
             }
         })
         .collect();
