@@ -37,6 +37,26 @@ template <class T> __device__ __forceinline__ void rotate(const RopeArgs& args) 
 extern "C" __global__ void rope_f32(const __grid_constant__ RopeArgs args) { rotate<float>(args); }
 extern "C" __global__ void rope_bf16(const __grid_constant__ RopeArgs args) { rotate<bf16>(args); }
 
+struct AnglesArgs {
+    float* angles;             // [T, 2, pairs]: cosines, then sines
+    const uint32_t* positions; // [T]
+    uint32_t pairs;
+    float magnitude;
+    float inv_freq[MAX_PAIRS];
+};
+
+// The step's angles, for all its layers.
+extern "C" __global__ void rope_angles(const __grid_constant__ AnglesArgs args) {
+    const float position = float(args.positions[blockIdx.x]);
+    float* row = args.angles + size_t(blockIdx.x) * 2 * args.pairs;
+    for (uint32_t pair = threadIdx.x; pair < args.pairs; pair += blockDim.x) {
+        float sin, cos;
+        sincosf(position * args.inv_freq[pair], &sin, &cos);
+        row[pair] = cos * args.magnitude;
+        row[args.pairs + pair] = sin * args.magnitude;
+    }
+}
+
 struct KvWriteArgs {
     const void* k;         // [T, K * E]
     const void* v;         // [T, K * E]
@@ -80,7 +100,7 @@ struct HeadsArgs {
     const void* v;             // [T, K * E]
     const float* q_norm;       // [E] or null
     const float* k_norm;       // [E] or null
-    const uint32_t* positions; // [T]
+    const float* angles;       // [T, 2, pairs], of `rope_angles`
     const uint32_t* slots;     // [T]
     void* pool;
     uint32_t num_heads;
@@ -91,8 +111,6 @@ struct HeadsArgs {
     uint32_t interleaved;
     float q_eps;
     float k_eps;
-    float magnitude;
-    float inv_freq[MAX_PAIRS];
 };
 
 // Element `e` of a head after the rotation.
@@ -107,16 +125,12 @@ __device__ __forceinline__ float rotated(const HeadsArgs& args, const float* hea
 }
 
 template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const HeadsArgs& args) {
-    __shared__ float cosines[MAX_PAIRS], sines[MAX_PAIRS], heads[HEAD_WARPS][MAX_HEAD];
-    const size_t token = blockIdx.x, e_count = args.head_dim;
-    const float position = float(args.positions[token]);
-    for (uint32_t pair = threadIdx.x; pair < args.pairs; pair += blockDim.x) {
-        float sin, cos;
-        sincosf(position * args.inv_freq[pair], &sin, &cos);
-        cosines[pair] = cos * args.magnitude;
-        sines[pair] = sin * args.magnitude;
-    }
+    __shared__ float angles[2 * MAX_PAIRS], heads[HEAD_WARPS][MAX_HEAD];
+    const size_t token = blockIdx.x;
+    const uint32_t e_count = args.head_dim;
+    for (uint32_t i = threadIdx.x; i < 2 * args.pairs; i += blockDim.x) angles[i] = args.angles[token * 2 * args.pairs + i];
     __syncthreads();
+    const float *cosines = angles, *sines = angles + args.pairs;
     const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = args.slots[token];
     const uint32_t h_count = args.num_heads, k_count = args.num_kv_heads;
     const size_t half = size_t(k_count) * args.block_size * e_count;
@@ -161,9 +175,9 @@ template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const
     }
 }
 
-extern "C" __global__ void heads_f32_f32(const __grid_constant__ HeadsArgs args) { heads_to_pool<float, float>(args); }
-extern "C" __global__ void heads_f32_f16(const __grid_constant__ HeadsArgs args) { heads_to_pool<float, f16>(args); }
-extern "C" __global__ void heads_f32_bf16(const __grid_constant__ HeadsArgs args) { heads_to_pool<float, bf16>(args); }
-extern "C" __global__ void heads_bf16_f32(const __grid_constant__ HeadsArgs args) { heads_to_pool<bf16, float>(args); }
-extern "C" __global__ void heads_bf16_f16(const __grid_constant__ HeadsArgs args) { heads_to_pool<bf16, f16>(args); }
-extern "C" __global__ void heads_bf16_bf16(const __grid_constant__ HeadsArgs args) { heads_to_pool<bf16, bf16>(args); }
+extern "C" __global__ void heads_f32_f32(HeadsArgs args) { heads_to_pool<float, float>(args); }
+extern "C" __global__ void heads_f32_f16(HeadsArgs args) { heads_to_pool<float, f16>(args); }
+extern "C" __global__ void heads_f32_bf16(HeadsArgs args) { heads_to_pool<float, bf16>(args); }
+extern "C" __global__ void heads_bf16_f32(HeadsArgs args) { heads_to_pool<bf16, float>(args); }
+extern "C" __global__ void heads_bf16_f16(HeadsArgs args) { heads_to_pool<bf16, f16>(args); }
+extern "C" __global__ void heads_bf16_bf16(HeadsArgs args) { heads_to_pool<bf16, bf16>(args); }

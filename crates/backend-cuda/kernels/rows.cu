@@ -176,41 +176,28 @@ extern "C" __global__ void gather_rows(GatherArgs args) {
 }
 
 struct ArgmaxArgs {
-    const float* x; // [gridDim.x, cols]
-    uint32_t* out;  // [gridDim.x]
+    const float* x;               // [gridDim.x, cols]
+    unsigned long long* best;     // [gridDim.x], zeroed
     uint32_t cols;
 };
 
-// Larger value first, then lower index.
-__device__ __forceinline__ void keep_better(float& best, uint32_t& at, float other, uint32_t other_at) {
-    if (other > best || (other == best && other_at < at)) {
-        best = other;
-        at = other_at;
-    }
+// Orders as (value, lower column first); above everything: a NaN.
+__device__ __forceinline__ unsigned long long rank_of(float value, uint32_t column) {
+    if (isnan(value)) return ~0ull;
+    // -0 and 0 are equal.
+    const uint32_t bits = value == 0.0f ? 0u : __float_as_uint(value);
+    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    return (static_cast<unsigned long long>(ordered) << 32) | (0xffffffffu - column);
 }
 
-// The index of the row's largest element, the lowest of equals; 0xffffffff if the row holds a NaN.
+// The rank of the row's largest element, the lowest of equals: its column in the lower half, counted down from
+// 0xffffffff. Several blocks in y share a row.
 extern "C" __global__ void argmax_f32(ArgmaxArgs args) {
-    __shared__ float best_of[32];
-    __shared__ uint32_t at_of[32];
     const float* x = args.x + size_t(blockIdx.x) * args.cols;
-    float best = -INFINITY;
-    uint32_t at = 0xfffffffeu;
-    bool nan = false;
-    for (uint32_t c = threadIdx.x; c < args.cols; c += blockDim.x) {
-        nan |= isnan(x[c]);
-        keep_better(best, at, x[c], c);
+    unsigned long long best = 0;
+    for (uint32_t c = blockIdx.y * blockDim.x + threadIdx.x; c < args.cols; c += gridDim.y * blockDim.x) {
+        best = max(best, rank_of(x[c], c));
     }
-    for (int step = 16; step > 0; step /= 2) {
-        keep_better(best, at, __shfl_xor_sync(~0u, best, step), __shfl_xor_sync(~0u, at, step));
-    }
-    if (threadIdx.x % 32 == 0) {
-        best_of[threadIdx.x / 32] = best;
-        at_of[threadIdx.x / 32] = at;
-    }
-    nan = __syncthreads_or(nan);
-    if (threadIdx.x == 0) {
-        for (uint32_t warp = 1; warp < blockDim.x / 32; ++warp) keep_better(best, at, best_of[warp], at_of[warp]);
-        args.out[blockIdx.x] = nan ? 0xffffffffu : at;
-    }
+    for (int step = 16; step > 0; step /= 2) best = max(best, __shfl_xor_sync(~0u, best, step));
+    if (threadIdx.x % 32 == 0) atomicMax(args.best + blockIdx.x, best);
 }

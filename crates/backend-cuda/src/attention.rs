@@ -5,9 +5,10 @@ use crate::batch::{CudaBatch, GroupPlace};
 use crate::check::View;
 use crate::device::Device;
 use crate::images::Kernels;
+use crate::rope_angles::AngleTables;
 use crate::rows::{Function, by_elem};
 use pagemill_backend::{AttentionParams, BackendError, DType, KvPoolSpec, RopeStyle, RopeTable};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// `MAX_PAIRS` in rope_kv.cu.
 const MAX_PAIRS: usize = 256;
@@ -75,7 +76,7 @@ struct HeadsArgs {
     v: u64,
     q_norm: u64,
     k_norm: u64,
-    positions: u64,
+    angles: u64,
     slots: u64,
     pool: u64,
     num_heads: u32,
@@ -86,6 +87,15 @@ struct HeadsArgs {
     interleaved: u32,
     q_eps: f32,
     k_eps: f32,
+}
+
+/// `AnglesArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AnglesArgs {
+    angles: u64,
+    positions: u64,
+    pairs: u32,
     magnitude: f32,
     inv_freq: [f32; MAX_PAIRS],
 }
@@ -122,6 +132,8 @@ fn by_elem_and_kv(kernels: &Kernels, name: &str) -> Result<ByElemAndKv, BackendE
 pub(crate) struct AttentionOps {
     device: Arc<Device>,
     rope: [Function; 2],
+    rope_angles: Function,
+    angles: Mutex<AngleTables>,
     kv_write: ByElemAndKv,
     heads: ByElemAndKv,
     plain: ByElemAndKv,
@@ -146,6 +158,8 @@ impl AttentionOps {
         Ok(Self {
             device: Arc::clone(device),
             rope: by_elem(kernels, "rope")?,
+            rope_angles: Function(kernels.get("rope_angles")?),
+            angles: Mutex::default(),
             kv_write: by_elem_and_kv(kernels, "kv_write")?,
             heads: by_elem_and_kv(kernels, "heads")?,
             plain: by_elem_and_kv(kernels, "attention_plain")?,
@@ -213,6 +227,26 @@ impl AttentionOps {
         Ok((word(pairs), inv_freq))
     }
 
+    /// The step's angles `[T, 2, pairs]`: as its first layer with these frequencies left them, else made anew.
+    fn angles(
+        &self,
+        table: &RopeTable,
+        (pairs, inv_freq): (u32, [f32; MAX_PAIRS]),
+        num_tokens: u32,
+        batch: &CudaBatch,
+    ) -> Result<u64, BackendError> {
+        let mut held = self.angles.lock().unwrap_or_else(PoisonError::into_inner);
+        let (address, current) = held.place(&self.device, table, num_tokens, batch.serial)?;
+        if !current {
+            let args =
+                AnglesArgs { angles: address, positions: batch.positions, pairs, magnitude: table.magnitude, inv_freq };
+            let threads = pairs.next_multiple_of(32).clamp(32, 256);
+            // SAFETY: the struct is the kernel's; the place holds T rows, and the batch T positions.
+            unsafe { self.device.launch(self.rope_angles.0, (num_tokens, 1), threads, 0, &args) }?;
+        }
+        Ok(address)
+    }
+
     /// Norms (where given) and rotates q in place and k, and writes k and v to their slots.
     pub(crate) fn heads(
         &self,
@@ -222,13 +256,14 @@ impl AttentionOps {
         pool: LayerPool<'_>,
     ) -> Result<(), BackendError> {
         let (pairs, inv_freq) = self.frequencies(task.rope, task.q)?;
+        let angles = self.angles(task.rope, (pairs, inv_freq), task.num_tokens, batch)?;
         let args = HeadsArgs {
             q: task.q.address,
             k: task.k.address,
             v: task.v.address,
             q_norm: task.q_norm.map_or(0, |(weight, _)| weight),
             k_norm: task.k_norm.map_or(0, |(weight, _)| weight),
-            positions: batch.positions,
+            angles,
             slots: group.slots,
             pool: pool.address,
             num_heads: task.num_heads,
@@ -239,8 +274,6 @@ impl AttentionOps {
             interleaved: u32::from(task.rope.style == RopeStyle::Interleaved),
             q_eps: task.q_norm.map_or(0.0, |(_, eps)| eps),
             k_eps: task.k_norm.map_or(0.0, |(_, eps)| eps),
-            magnitude: task.rope.magnitude,
-            inv_freq,
         };
         let all_heads = args.num_heads + 2 * args.num_kv_heads;
         let across = if task.num_tokens <= FEW_TOKENS { all_heads.div_ceil(HEAD_WARPS) } else { 1 };

@@ -29,6 +29,8 @@ pub(crate) struct BatchMemory {
     ring: UploadRing,
     /// How often `layout` has moved.
     moves: u64,
+    /// Batches so far.
+    serial: u64,
     token_seq: Vec<u32>,
     table_starts: Vec<Vec<u32>>,
 }
@@ -60,6 +62,8 @@ pub(crate) struct CudaBatch {
     pub(crate) groups: Vec<GroupPlace>,
     /// The longest sequence, in tokens.
     pub(crate) max_seq_len: u32,
+    /// Different for every batch.
+    pub(crate) serial: u64,
     /// Changes whenever the addresses above do, for equal numbers of tokens and sequences.
     pub(crate) moves: u64,
     /// (group, window) whose tables are known to hold every block in sight.
@@ -89,6 +93,7 @@ impl BatchMemory {
             ids: DeviceMemory::take(device, MAX_TOKENS * 4, "token ids")?,
             ring: UploadRing::new(device)?,
             moves: 0,
+            serial: 0,
             token_seq: Vec::new(),
             table_starts: Vec::new(),
         })
@@ -102,6 +107,7 @@ impl BatchMemory {
     /// Uploads a layout that was checked.
     pub(crate) fn upload(&mut self, layout: &BatchLayout) -> Result<CudaBatch, BackendError> {
         self.derive(layout);
+        self.serial += 1;
         let mut parts: Vec<&[u32]> = vec![&layout.positions, &self.token_seq];
         for (group, starts) in layout.groups.iter().zip(&self.table_starts) {
             parts.extend([group.slot_mapping.as_slice(), starts]);
@@ -136,6 +142,7 @@ impl BatchMemory {
             tables: address,
             groups,
             max_seq_len: layout.seq_lens.iter().copied().max().unwrap_or(0),
+            serial: self.serial,
             moves: self.moves,
             covered: Mutex::default(),
         })

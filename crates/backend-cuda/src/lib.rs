@@ -25,6 +25,7 @@ mod linear;
 mod loading;
 mod matmul;
 mod memory;
+mod rope_angles;
 mod rows;
 mod sampling;
 mod staging;

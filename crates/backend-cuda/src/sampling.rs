@@ -6,22 +6,25 @@ use crate::images::Kernels;
 use crate::memory::Workspace;
 use crate::rows::Function;
 use crate::staging::Readback;
+use cudarc::driver::result;
 use pagemill_backend::BackendError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Threads that visit rows at most.
 const MAX_VISITORS: usize = 16;
-const ARGMAX_THREADS: u32 = 512;
+const ARGMAX_THREADS: u32 = 256;
+/// Columns of a row that one block reads at least.
+const ARGMAX_COLUMNS: u32 = 8192;
 /// What the kernel writes for a row that holds a NaN.
-const NOT_A_NUMBER: u32 = u32::MAX;
+const NOT_A_NUMBER: u64 = u64::MAX;
 
 /// `ArgmaxArgs` in rows.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
 struct ArgmaxArgs {
     x: u64,
-    out: u64,
+    best: u64,
     cols: u32,
 }
 
@@ -51,16 +54,21 @@ impl Results {
     /// The column of each row's largest element of x `[rows, cols]`, f32.
     pub(crate) fn argmax(&self, x: u64, cols: u32, out: &mut [Option<u32>]) -> Result<(), BackendError> {
         let rows = u32::try_from(out.len()).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
-        let words = self.workspace.take(out.len() * 4)?;
-        let args = ArgmaxArgs { x, out: words.address(), cols };
+        let ranks = self.workspace.take(out.len() * 8)?;
+        // SAFETY: a word of eight bytes for each row.
+        unsafe { result::memset_d8_async(ranks.address(), 0, out.len() * 8, self.device.stream()) }
+            .map_err(|error| self.device.fault("zeroing memory", error))?;
+        let args = ArgmaxArgs { x, best: ranks.address(), cols };
+        let across = cols.div_ceil(ARGMAX_COLUMNS);
         // SAFETY: the struct is the kernel's; the op checked that x has a row for each of `out`.
-        unsafe { self.device.launch(self.argmax.0, (rows, 1), ARGMAX_THREADS, 0, &args) }?;
+        unsafe { self.device.launch(self.argmax.0, (rows, across), ARGMAX_THREADS, 0, &args) }?;
         let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the kernel writes every word.
-        let found = unsafe { readback.read(words.address(), out.len()) }?;
-        for (out, found) in out.iter_mut().zip(found) {
-            let column = found.to_bits();
-            *out = (column != NOT_A_NUMBER).then_some(column);
+        // SAFETY: the words were zeroed and the kernel has written them.
+        let halves = unsafe { readback.read(ranks.address(), out.len() * 2) }?;
+        for (out, halves) in out.iter_mut().zip(halves.chunks_exact(2)) {
+            let (low, high) = (halves[0].to_bits(), halves[1].to_bits());
+            let rank = u64::from(high) << 32 | u64::from(low);
+            *out = (rank != NOT_A_NUMBER).then_some(u32::MAX - low);
         }
         Ok(())
     }
