@@ -2,6 +2,7 @@
 
 #![forbid(unsafe_code)]
 
+mod cuda;
 mod emulated;
 mod tidy;
 
@@ -12,7 +13,9 @@ use std::process::{Command, ExitCode};
 const USAGE: &str = "cargo xtask test        everything CI checks: tidy, format, clippy, all tests
 cargo xtask tidy        arrows between crates, file lengths, names
 cargo xtask lint        format and clippy
-cargo xtask emulated    the backend's tests for aarch64, under an emulator";
+cargo xtask emulated    the backend's tests for aarch64, under an emulator
+cargo xtask cuda        the feature cuda: all kernels compile, what needs no GPU is tested
+cargo xtask cuda-toolkit    fetches nvcc (105 MB) for builds with that feature";
 
 fn main() -> ExitCode {
     match run() {
@@ -31,6 +34,8 @@ fn run() -> Result<()> {
         ["tidy"] => tidy::run(&root()),
         ["lint"] => lint(),
         ["emulated"] => emulated::run(),
+        ["cuda"] => check_cuda(),
+        ["cuda-toolkit"] => cuda::toolkit(&root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())
@@ -50,6 +55,11 @@ fn test() -> Result<()> {
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
     emulated::run()
+}
+
+fn check_cuda() -> Result<()> {
+    cuda::toolkit(&root())?;
+    cuda::CHECKS.iter().try_for_each(|args| cargo(args))
 }
 
 fn lint() -> Result<()> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 /// `from` may depend on each of `to`; nothing else within the workspace. `cli` is where all rooms are
 /// put together (docs/decisions/0001-arrows.md).
 const ARROWS: &[(&str, &[&str])] = &[
-    ("cli", &["server", "text", "engine", "scheduler", "model", "formats", "backend", "capacity"]),
+    ("cli", &["server", "text", "engine", "scheduler", "model", "formats", "backend", "backend-cuda", "capacity"]),
     ("server", &["text", "engine", "formats"]),
     ("text", &[]),
     ("engine", &["scheduler", "model", "formats", "backend"]),
@@ -16,12 +16,13 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("model", &["formats", "backend"]),
     ("formats", &[]),
     ("backend", &[]),
+    ("backend-cuda", &["backend"]),
     ("capacity", &[]),
     ("testkit", &["engine", "scheduler", "backend"]),
 ];
 
 /// Crates in which `unsafe` may stand.
-const UNSAFE_CRATES: &[&str] = &["backend"];
+const UNSAFE_CRATES: &[&str] = &["backend", "backend-cuda"];
 
 /// Lines in a file at most; the files in `LONG_FILES` may only shrink.
 const MAX_LINES: usize = 600;

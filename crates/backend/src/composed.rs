@@ -6,7 +6,7 @@ use crate::{
     Tensor,
 };
 
-/// [`Backend::fused_linear`]. Takes one temporary of the input's shape, or two for a normed addend.
+/// [`Backend::fused_linear`]. Takes one activation of the input's shape, or two for a normed addend.
 ///
 /// # Errors
 /// Those of the plain ops.
@@ -20,7 +20,7 @@ pub fn linear<B: Backend + ?Sized>(
         LinearInput::Plain(x) => backend.linear(x, parts),
         LinearInput::Normed { x, norm } => backend.linear(&normed(backend, x, norm)?, parts),
         LinearInput::AddNormed { residual, addend, norm } => {
-            let mut out = backend.temp(rows, cols)?;
+            let mut out = backend.activation(rows, cols)?;
             match addend.norm {
                 Some(first) => {
                     let x = normed(backend, addend.x, first)?;
@@ -31,14 +31,14 @@ pub fn linear<B: Backend + ?Sized>(
             backend.linear(&out, parts)
         }
         LinearInput::Gated { gate, up, act } => {
-            let mut out = backend.temp(rows, cols)?;
+            let mut out = backend.activation(rows, cols)?;
             backend.gated_activation(gate, up, act, &mut out)?;
             backend.linear(&out, parts)
         }
     }
 }
 
-/// [`Backend::rope_kv_write`]. Takes a temporary of q's and of k's shape where they are normed.
+/// [`Backend::rope_kv_write`]. Takes an activation of q's and of k's shape where they are normed.
 ///
 /// # Errors
 /// Those of the plain ops.
@@ -66,7 +66,7 @@ pub fn rope_kv_write<B: Backend + ?Sized>(
 }
 
 fn normed<B: Backend + ?Sized>(backend: &B, x: &Tensor, norm: Norm<'_>) -> Result<Tensor, BackendError> {
-    let mut out = backend.temp(x.rows(), x.cols())?;
+    let mut out = backend.activation(x.rows(), x.cols())?;
     backend.rms_norm(x, norm.weight, norm.eps, &mut out)?;
     Ok(out)
 }

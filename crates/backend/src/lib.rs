@@ -8,6 +8,7 @@
 //! (columns of a weight row), `V` vocabulary, `R` rows whose logits are wanted.
 
 pub mod batch;
+pub mod check;
 pub mod collective;
 pub mod composed;
 pub mod cpu;

@@ -23,6 +23,9 @@ pub struct DeviceInfo {
     pub num_units: usize,
     /// Bytes of memory that this process may still take.
     pub memory_available_bytes: u64,
+    /// Whether that memory is also everybody else's on this machine (the CPU's is), so that a pool should
+    /// not take all of it.
+    pub shares_memory: bool,
 }
 
 /// A weight about to be loaded.
@@ -212,6 +215,18 @@ pub trait Backend: Send + Sync {
     /// An f32 workspace tensor, contents undefined; recycled on drop. Allocates only while warming up.
     fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError>;
 
+    /// A workspace tensor for what flows between two ops of a layer: like [`Backend::temp`], but of the
+    /// element type that this device prefers there (bf16 where matrices are multiplied in bf16). Every op
+    /// takes and gives either type. The residual stream and the logits stay in f32.
+    fn activation(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
+        self.temp(rows, cols)
+    }
+
+    /// Rows of logits that are worth computing at once: more cost workspace, fewer read the head again.
+    fn logits_rows(&self) -> usize {
+        32
+    }
+
     /// While on, ops check their shapes and take every buffer that they would take, but the costly ones may
     /// leave their arithmetic out: results are undefined. Sizes the workspace without paying for a step.
     /// A backend that ignores it computes as always.
@@ -235,6 +250,19 @@ pub trait Backend: Send + Sync {
 
     /// Ends what `begin_forward` began.
     fn end_forward(&self);
+
+    /// Runs a forward that this device has recorded, over the tokens and batch given: its hidden states, or
+    /// `None` when there is no such record and the caller must run the ops. A device may then record them,
+    /// up to [`Backend::end_recording`].
+    fn replay(&self, _ids: &[u32], _batch: &DeviceBatch) -> Result<Option<Tensor>, BackendError> {
+        Ok(None)
+    }
+
+    /// The ops of the forward that [`Backend::replay`] had no record of are through, with this result.
+    /// Gives the hidden states, computed.
+    fn end_recording(&self, hidden: Tensor) -> Result<Tensor, BackendError> {
+        Ok(hidden)
+    }
 
     /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError>;
@@ -334,6 +362,13 @@ pub trait Backend: Send + Sync {
 
     /// `x = cap * tanh(x / cap)`.
     fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError>;
+
+    /// The column of each row's largest element of `x` `[rows, cols]` (the lowest of equals), or `None` for a
+    /// row that holds a NaN, into `out` `[rows]`. False, and nothing done, where the host reads rows as
+    /// fast as the device. Waits for the device.
+    fn argmax_rows(&self, _x: &Tensor, _out: &mut [Option<u32>]) -> Result<bool, BackendError> {
+        Ok(false)
+    }
 
     /// Copies `x` to the host, row-major, into `out` (`rows * cols` long). Waits for the device.
     fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError>;

@@ -1,6 +1,7 @@
 //! From what was typed to what is valid: each room's immutable part of the configuration. Every message
 //! names the key.
 
+use crate::devices::Device;
 use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
@@ -12,8 +13,21 @@ use pagemill_scheduler::KvLayout;
 pub struct Config {
     /// The engine's part.
     pub engine: EngineConfig,
-    /// The device's part.
+    /// Where the model runs.
+    pub device: Device,
+    /// The CPU's part.
     pub cpu: CpuConfig,
+    /// Where weights come from.
+    pub load_format: LoadFormat,
+}
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadFormat {
+    /// The model's files.
+    Stored,
+    /// Made up from the configuration alone, for benches.
+    Dummy,
 }
 
 /// Validates the engine's settings.
@@ -27,22 +41,17 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
     {
         bail!("quantization = {q}: this version runs weights as they are stored (as-stored)");
     }
-    if let Some(device) = settings.device.as_deref()
-        && device != "cpu"
-        && device != "auto"
-    {
-        bail!("device = {device}: this version runs on cpu");
-    }
-    let defaults = EngineConfig::default();
+    let device = Device::parse(settings.device.as_deref())?;
+    let defaults = device.engine_defaults();
     let engine = EngineConfig {
-        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?,
+        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size),
         max_seq_len: positive(settings.max_seq_len, "max_seq_len")?,
         max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?,
         prefill_chunk_size: positive(settings.prefill_chunk_size, "prefill_chunk_size")?
             .unwrap_or(defaults.prefill_chunk_size),
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
         block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
-        kv_dtype: kv_dtype(settings.kv_dtype.as_deref())?,
+        kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), device)?,
         kv_layout: kv_layout(settings.kv_layout.as_deref())?,
         kv_cache_bytes: settings.kv_cache_bytes.as_deref().map(|s| parse_bytes(s, "kv_cache_bytes")).transpose()?,
         prefix_cache: settings.prefix_cache.unwrap_or(defaults.prefix_cache),
@@ -61,7 +70,7 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         activations: activations(settings.activations.as_deref())?,
         isa: isa(settings.isa.as_deref())?,
     };
-    Ok(Config { engine, cpu })
+    Ok(Config { engine, device, cpu, load_format: load_format(settings.load_format.as_deref())? })
 }
 
 /// More ranks in one process than any machine has cores.
@@ -112,11 +121,20 @@ fn block_size(value: usize) -> Result<usize> {
     bail!("block_size = {value}: must be 16, 32, 64, 128 or 256")
 }
 
-fn kv_dtype(text: Option<&str>) -> Result<DType> {
+fn load_format(text: Option<&str>) -> Result<LoadFormat> {
+    match text {
+        None | Some("auto") => Ok(LoadFormat::Stored),
+        Some("dummy") => Ok(LoadFormat::Dummy),
+        Some(other) => bail!("load_format = {other}: must be auto or dummy"),
+    }
+}
+
+fn kv_dtype(text: Option<&str>, device: Device) -> Result<DType> {
     match text {
         None | Some("f16" | "auto" | "float16") => Ok(DType::F16),
+        Some("bf16" | "bfloat16") if device != Device::Cpu => Ok(DType::BF16),
         Some("f32" | "float32") => Ok(DType::F32),
-        Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32"),
+        Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32, on a GPU also in bf16"),
     }
 }
 

@@ -1,7 +1,7 @@
 //! Puts the parts together: MODEL → checkpoint → device → engine (and text). Shows progress and the memory
 //! that was taken.
 
-use crate::config::Config;
+use crate::config::{Config, LoadFormat};
 use crate::{models, ranks};
 use anyhow::Result;
 use indicatif::{HumanBytes, ProgressBar};
@@ -51,13 +51,23 @@ pub fn read_spec(path: &Path) -> Result<ModelSpec> {
     Ok(pagemill_model::read_spec(&checkpoint)?)
 }
 
+/// Opens MODEL: its files, or its configuration alone where weights are made up.
+///
+/// # Errors
+/// What cannot be found or read.
+pub fn open(model: &str, config: &Config) -> Result<Checkpoint> {
+    match config.load_format {
+        LoadFormat::Stored => Ok(Checkpoint::open(&models::resolve(model)?)?),
+        LoadFormat::Dummy => Ok(Checkpoint::open_config(Path::new(model))?),
+    }
+}
+
 /// Loads MODEL and starts its engine.
 ///
 /// # Errors
 /// One sentence about what cannot be found, read or fitted.
 pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = open(model, config)?;
     start(&checkpoint, config, show)
 }
 
@@ -66,8 +76,7 @@ pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEng
 /// # Errors
 /// As [`load_engine`].
 pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedModel> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
+    let checkpoint = open(model, config)?;
     // The vocabulary and the weights are independent of each other: both at once.
     std::thread::scope(|scope| {
         let text = scope.spawn(|| TextAssets::from_checkpoint(&checkpoint));

@@ -5,6 +5,7 @@
 mod arguments;
 mod commands;
 mod config;
+mod devices;
 mod environment;
 mod loading;
 mod models;

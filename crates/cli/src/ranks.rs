@@ -2,7 +2,8 @@
 //! threads of this process that share the machine's threads out.
 
 use crate::config::Config;
-use anyhow::{Context, Result};
+use crate::devices::{self, Device};
+use anyhow::{Context, Result, bail};
 use pagemill_backend::{Backend, CpuBackend, SharedCollective, SoloCollective};
 use pagemill_engine::{ParallelMode, PipelineStatus, RankContext};
 use std::fmt::Write as _;
@@ -24,10 +25,13 @@ pub fn open(config: &Config) -> Result<Ranks> {
     let mode = config.engine.parallel;
     let open = |cpu| CpuBackend::new(cpu).context("starting the CPU device");
     if mode == ParallelMode::SOLO {
-        let backend = open(config.cpu)?;
+        let backend = devices::open(config)?;
         let description = backend.info().description;
-        let rank = RankContext { backend: Arc::new(backend), collective: Arc::new(SoloCollective) };
+        let rank = RankContext { backend, collective: Arc::new(SoloCollective) };
         return Ok(Ranks { contexts: vec![rank], description });
+    }
+    if config.device != Device::Cpu {
+        bail!("tensor_parallel, pipeline_parallel: this version runs several ranks on the CPU only (--device cpu)");
     }
     let world = SharedCollective::world(mode.tensor_parallel, mode.pipeline_parallel);
     let mut contexts = Vec::with_capacity(mode.num_ranks());

@@ -20,16 +20,16 @@ pub struct EngineSettings {
     /// Tokens in one step at most [default: derived]
     #[arg(long, env = "PAGEMILL_MAX_BATCH_TOKENS", visible_alias = "max-num-batched-tokens", value_name = "TOKENS")]
     pub max_batch_tokens: Option<usize>,
-    /// Prompt tokens of one request in one step at most [default: 512]
+    /// Prompt tokens of one request in one step at most [default: 512, on a GPU 2048]
     #[arg(long, env = "PAGEMILL_PREFILL_CHUNK_SIZE", visible_alias = "ubatch-size", value_name = "TOKENS")]
     pub prefill_chunk_size: Option<usize>,
     /// `false` runs classic static batches: the baseline that benches compare with [default: true]
     #[arg(long, env = "PAGEMILL_CONTINUOUS_BATCHING", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
     pub continuous_batching: Option<bool>,
-    /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16]
+    /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16, on a GPU 64]
     #[arg(long, env = "PAGEMILL_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<usize>,
-    /// KV element type: f16 or f32 [default: f16]
+    /// KV element type: f16 or f32, on a GPU also bf16 [default: f16]
     #[arg(long, env = "PAGEMILL_KV_DTYPE", visible_alias = "kv-cache-dtype", value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// `paged`, or `contiguous`: reserve max_seq_len for each sequence, as a baseline [default: paged]
@@ -64,15 +64,19 @@ pub struct EngineSettings {
     /// Compute threads [default: the cores this process may use]
     #[arg(short = 't', long, env = "PAGEMILL_THREADS", value_name = "N")]
     pub threads: Option<usize>,
-    /// What quantised weights are multiplied with: int8, or f32 (exact, slower) [default: int8]
+    /// What quantised weights are multiplied with: int8 (on a GPU: bf16), or f32 (exact, slower) [default: int8]
     #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
     pub activations: Option<String>,
     /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
     #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
     pub isa: Option<String>,
-    /// Where the model runs: cpu in this version [default: cpu]
+    /// Where the model runs: auto (a GPU where there is one), cpu or cuda:N [default: auto]
     #[arg(long, env = "PAGEMILL_DEVICE", value_name = "DEVICE")]
     pub device: Option<String>,
+    /// Where weights come from: auto (the model's files), or dummy: MODEL is a config.json and its weights are made
+    /// up, for benches [default: auto]
+    #[arg(long, env = "PAGEMILL_LOAD_FORMAT", value_name = "FORMAT")]
+    pub load_format: Option<String>,
 }
 
 /// Settings of the server.
@@ -220,6 +224,7 @@ impl EngineSettings {
             activations: self.activations.or(file.activations),
             isa: self.isa.or(file.isa),
             device: self.device.or(file.device),
+            load_format: self.load_format.or(file.load_format),
         }
     }
 }

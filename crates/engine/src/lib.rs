@@ -33,7 +33,7 @@ pub use engine::InferenceEngine;
 pub use error::{EngineError, SubmitError};
 pub use executor::{Executor, MicroBatchSample, PipelineStatus, StageStatus, StartedRequest, StepInput};
 pub use handle::{EngineHandle, EngineStatus};
-pub use loading::{BuiltEngine, build_engine, build_engine_on, plan_memory};
+pub use loading::{BuiltEngine, DeviceMemory, build_engine, build_engine_on, plan_memory};
 pub use memory::{KvFactors, MemoryPlan, UnifiedMemoryAllocator};
 pub use pipeline::PipelineExecutor;
 pub use request::{EngineEvent, EventSink, Request, SinkClosed, Usage};

@@ -111,8 +111,8 @@ fn check_values(spec: &ModelSpec, config: &EngineConfig) -> Result<(), EngineErr
     if ![16, 32, 64, 128, 256].contains(&config.block_size) {
         return Err(bad("block_size", format!("{} is none of 16, 32, 64, 128, 256", config.block_size)));
     }
-    if ![DType::F16, DType::F32].contains(&config.kv_dtype) {
-        return Err(bad("kv_dtype", format!("{} is neither F16 nor F32", config.kv_dtype)));
+    if ![DType::F16, DType::BF16, DType::F32].contains(&config.kv_dtype) {
+        return Err(bad("kv_dtype", format!("{} is none of F16, BF16, F32", config.kv_dtype)));
     }
     if config.prefill_chunk_size == 0 || config.prefill_chunk_size > 1 << 20 {
         return Err(bad("prefill_chunk_size", format!("{} is not in 1..=1048576", config.prefill_chunk_size)));

@@ -6,9 +6,9 @@ use crate::memory::{KvDemand, KvFactors, size_kv_pool};
 use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
 use crate::ranks::BringUp;
-use crate::worker::{PaddingBlocks, TILE_ROWS, Worker};
+use crate::worker::{PaddingBlocks, Worker};
 use crate::{EngineConfig, EngineError, Executor, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
-use pagemill_backend::{Backend, SoloCollective};
+use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
 use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
 use std::sync::Arc;
@@ -59,13 +59,16 @@ pub fn build_engine_on(
     let spec = pagemill_model::read_spec(checkpoint)?;
     let stages = pagemill_model::plan_stages(checkpoint, config.parallel)?;
     let mut limits = Limits::resolve(&spec, config)?;
-    // One host's memory, which all ranks share.
-    let available_bytes = ranks.first().map_or(0, |rank| rank.backend.info().memory_available_bytes);
+    // One host's memory, which all ranks share; on GPUs there is one rank.
+    let Some(backend) = ranks.first().map(|rank| &rank.backend) else {
+        return Err(EngineError::Internal("a model on no rank".into()));
+    };
+    let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
 
     let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
     let ready = bring_up.run(ranks, progress)?;
     let measured = Measured {
-        available_bytes,
+        memory,
         weight_bytes: ready.iter().map(|rank| rank.weight_bytes).sum(),
         workspace_bytes: ready.iter().map(|rank| rank.workspace_bytes).sum(),
     };
@@ -104,13 +107,13 @@ fn check_ranks(ranks: &[RankContext], config: &EngineConfig) -> Result<(), Engin
     Ok(())
 }
 
-/// The plan that [`build_engine`] would arrive at with `available_bytes` of memory, weights as they are
+/// The plan that [`build_engine`] would arrive at with that memory, weights as they are
 /// stored and the workspace estimated. Reads nothing, allocates nothing. Stages are taken to be of
 /// equally many layers; what tensor-parallel ranks hold twice is not counted twice.
 ///
 /// # Errors
 /// As [`build_engine`], for configuration and memory.
-pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, available_bytes: u64) -> Result<MemoryPlan, EngineError> {
+pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
     let (count, num_layers) = (config.parallel.pipeline_parallel, spec.num_layers);
     if count == 0 || count > num_layers {
@@ -119,13 +122,32 @@ pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, available_bytes: u64
     }
     let layers = |index: usize| index * num_layers / count..(index + 1) * num_layers / count;
     let stages: Vec<Stage> = (0..count).map(|index| Stage { index, count, layers: layers(index) }).collect();
-    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens) * count as u64;
-    let measured = Measured { available_bytes, weight_bytes: spec.stored_bytes, workspace_bytes };
+    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows) * count as u64;
+    let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
     size(spec, config, &stages, &mut limits, measured)
 }
 
+/// What the plan needs to know of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMemory {
+    /// Bytes that this process may take.
+    pub available_bytes: u64,
+    /// Whether they are also everybody else's.
+    pub is_shared: bool,
+    /// Rows of logits computed at once.
+    pub logits_rows: usize,
+}
+
+impl DeviceMemory {
+    /// A device's own account; `logits_rows` is its `Backend::logits_rows`.
+    #[must_use]
+    pub fn of(info: &DeviceInfo, logits_rows: usize) -> Self {
+        Self { available_bytes: info.memory_available_bytes, is_shared: info.shares_memory, logits_rows }
+    }
+}
+
 struct Measured {
-    available_bytes: u64,
+    memory: DeviceMemory,
     weight_bytes: u64,
     workspace_bytes: u64,
 }
@@ -144,7 +166,7 @@ fn size(
     let block_bytes = stages.iter().map(|stage| rank_block_bytes(stage) * ranks_per_stage).sum::<usize>() as u64;
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
-        available_bytes: measured.available_bytes,
+        available_bytes: measured.memory.available_bytes,
         weight_bytes: measured.weight_bytes,
         workspace_bytes: measured.workspace_bytes,
         block_bytes,
@@ -166,6 +188,7 @@ fn size(
     let demanding = limits.clone();
     let mut plan = size_kv_pool(&KvDemand {
         measured: filled,
+        shares_memory: measured.memory.is_shared,
         blocks_needed: &|tokens| demanding.blocks_needed(config, tokens),
         padding_blocks: limits.padding_blocks(config),
         configured_bytes: config.kv_cache_bytes,
@@ -184,12 +207,12 @@ fn size(
 /// f32 temporaries of a layer over `T` tokens (residual, normed and projected hidden states, q, k, v,
 /// attention, gate, up and their product, and the activations quantised to a quarter of the widest),
 /// and one tile of logits.
-fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize) -> u64 {
+fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize, logits_rows: usize) -> u64 {
     let (d, f) = (spec.hidden_size as u64, spec.intermediate_size as u64);
     let q = (spec.num_heads * spec.head_dim) as u64;
     let kv = (spec.num_kv_heads * spec.head_dim) as u64;
     let elements_per_token = 3 * d + 2 * q + 2 * kv + 3 * f + d.max(f).max(q) / 4;
-    let tile = (TILE_ROWS.min(max_batch_tokens)) as u64 * (spec.vocab_size as u64 + d);
+    let tile = logits_rows.min(max_batch_tokens) as u64 * (spec.vocab_size as u64 + d);
     4 * (max_batch_tokens as u64 * elements_per_token + tile)
 }
 

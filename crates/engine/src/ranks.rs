@@ -52,7 +52,8 @@ impl BringUp<'_> {
         contexts: Vec<RankContext>,
         progress: &dyn Fn(LoadProgress),
     ) -> Result<Vec<ReadyRank>, EngineError> {
-        let largest = largest_step(self.limits, self.config.block_size);
+        let logits_rows = contexts.iter().map(|cx| cx.backend.logits_rows()).max().unwrap_or(1);
+        let largest = largest_step(self.limits, self.config.block_size, logits_rows);
         if let ([cx], [stage]) = (contexts.as_slice(), self.stages) {
             return Ok(vec![self.bring_up(cx, stage, &largest, progress)?]);
         }

@@ -6,7 +6,7 @@
 
 use crate::layout::BatchBuilder;
 use crate::pipeline::RankMeter;
-use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, prompt_row, sample_row};
+use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, is_plain_greedy, prompt_row, sample_row};
 use crate::{EngineError, StepInput};
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
 use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
@@ -14,10 +14,6 @@ use pagemill_scheduler::{SampledToken, ScheduledSequence, StepOutput, StepPlan, 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
-
-/// Rows of logits in the workspace at once: bounds it when a whole prompt's log-probabilities are
-/// wanted, or many sequences sample over a large vocabulary.
-pub(crate) const TILE_ROWS: usize = 32;
 
 /// Blocks behind the scheduler's pool that only padding writes to (static batches). Padding tokens are
 /// computed as sequences of their own, one in each block: they cost what tokens cost in every linear
@@ -105,7 +101,7 @@ impl Worker {
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
             copies: Vec::new(),
-            rows: Vec::with_capacity(TILE_ROWS),
+            rows: Vec::new(),
             row_jobs: Vec::new(),
             scratches: Mutex::default(),
             growths_at_start: 0,
@@ -260,18 +256,23 @@ impl Worker {
         let batch = self.cx.backend.upload_batch(layout, self.kv.spec())?;
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };
         let hidden = match incoming {
-            Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv),
-            None => self.model.forward(&input, &mut self.kv),
+            Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv)?,
+            None => match self.cx.backend.replay(input.token_ids, &batch)? {
+                Some(hidden) => hidden,
+                None => self.cx.backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
+            },
         };
         self.batch.layout = batch.layout;
-        Ok(hidden?)
+        Ok(hidden)
     }
 
     /// Computes the logits that the plan asks for, tile by tile, and samples from them on one rank.
     fn read_logits(&mut self, plan: &StepPlan, hidden: &Tensor, output: &mut StepOutput) -> Result<(), EngineError> {
         let mut jobs = std::mem::take(&mut self.row_jobs);
         self.list_rows(plan, &mut jobs)?;
-        for tile in jobs.chunks(TILE_ROWS) {
+        // Bounds the workspace when a whole prompt's log-probabilities are wanted, or many sequences sample
+        // over a large vocabulary.
+        for tile in jobs.chunks(self.cx.backend.logits_rows().max(1)) {
             self.rows.clear();
             self.rows.extend(tile.iter().map(|job| job.row));
             let mut logits = self.model.logits(hidden, &self.rows)?;
@@ -322,6 +323,9 @@ impl Worker {
     fn visit_tile(&self, plan: &StepPlan, tile: &[RowJob], logits: &mut Tensor) -> Result<Vec<RowResult>, EngineError> {
         let requests: Vec<&RequestState> =
             tile.iter().map(|job| self.request(&plan.sequences[job.sequence_idx])).collect::<Result<_, _>>()?;
+        if let Some(results) = self.choose_greedily(plan, tile, &requests, logits)? {
+            return Ok(results);
+        }
         let slots: Vec<OnceLock<RowResult>> = tile.iter().map(|_| OnceLock::new()).collect();
         self.cx.backend.for_each_row(logits, &|row_idx, row| {
             let (Some(job), Some(request), Some(slot)) = (tile.get(row_idx), requests.get(row_idx), slots.get(row_idx))
@@ -346,6 +350,30 @@ impl Worker {
             .into_iter()
             .map(|slot| slot.into_inner().ok_or_else(|| EngineError::Internal("a row of logits was not read".into())))
             .collect()
+    }
+
+    /// A tile's results where every row only asks for its likeliest token and the device finds it without
+    /// the host reading the row.
+    fn choose_greedily(
+        &self,
+        plan: &StepPlan,
+        tile: &[RowJob],
+        requests: &[&RequestState],
+        logits: &Tensor,
+    ) -> Result<Option<Vec<RowResult>>, EngineError> {
+        let choices = |job: &RowJob| plan.sequences[job.sequence_idx].sample.iter().map(|id| id.choice);
+        let plain = tile.iter().zip(requests).all(|(job, request)| {
+            job.samples && job.prompt_token.is_none() && choices(job).all(|choice| is_plain_greedy(request, choice))
+        });
+        let mut largest = vec![None; tile.len()];
+        if !plain || !self.cx.backend.argmax_rows(logits, &mut largest)? {
+            return Ok(None);
+        }
+        let results = tile.iter().zip(largest).map(|(job, token)| {
+            let drawn = choices(job).map(|_| Drawn::greedy(token)).collect();
+            RowResult { drawn, prompt: None }
+        });
+        Ok(Some(results.collect()))
     }
 
     fn take_scratch(&self) -> RowScratch {

@@ -73,12 +73,25 @@ pub struct Weights {
     table: TensorTable,
     /// The file or index that names the checkpoint in errors.
     origin: PathBuf,
+    made_up: Option<TensorType>,
 }
 
 impl Weights {
     /// The tensors of `table` carry indices into `files`.
     pub(crate) fn new(origin: &Path, files: Vec<WeightFile>, table: TensorTable) -> Self {
-        Self { files, table, origin: origin.to_path_buf() }
+        Self { files, table, origin: origin.to_path_buf(), made_up: None }
+    }
+
+    /// No tensors at all: whoever loads makes them up, in type `made_up`.
+    pub(crate) fn made_up(origin: &Path, made_up: TensorType) -> Result<Self> {
+        let table = TensorTable::new(Vec::new(), &[])?;
+        Ok(Self { files: Vec::new(), table, origin: origin.to_path_buf(), made_up: Some(made_up) })
+    }
+
+    /// `Some`: there are no tensors; whoever loads makes them up, in this type.
+    #[must_use]
+    pub fn made_up_type(&self) -> Option<TensorType> {
+        self.made_up
     }
 
     /// All tensors, in file order, including those of types that cannot be loaded.

@@ -5,8 +5,9 @@ use crate::config::RawConfig;
 use crate::holdings::{self, Holdings};
 use crate::kv_groups;
 use crate::layers::{LayerReader, ResidualStream, RmsNorm, StepContext, Vocabulary};
+use crate::made_up;
 use crate::names::{NameTable, Spelling};
-use crate::weights::{Module, WeightReader};
+use crate::weights::{Module, WeightReader, dtype_of};
 use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, ParallelMode, RankContext, Stage};
 use pagemill_backend::{BackendError, KvPool, Tensor};
 use pagemill_formats::Weights;
@@ -96,6 +97,17 @@ impl DecoderSpec {
 
     fn model_spec(&self, raw: &RawConfig, weights: &Weights) -> ModelSpec {
         let elements = |shape: &[usize]| shape.iter().fold(1u64, |n, dim| n.saturating_mul(*dim as u64));
+        let stored = weights.tensors();
+        let (num_parameters, stored_bytes) = match weights.made_up_type() {
+            Some(made_up) => {
+                let num_parameters = made_up::num_parameters(self);
+                (num_parameters, num_parameters.saturating_mul(dtype_of(made_up).block_bytes() as u64))
+            }
+            None => (
+                stored.iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),
+                stored.iter().fold(0, |n, info| info.num_bytes().saturating_add(n)),
+            ),
+        };
         ModelSpec {
             architecture: raw.architecture().into(),
             num_layers: self.layer_kinds.len(),
@@ -108,8 +120,8 @@ impl DecoderSpec {
             max_seq_len: self.max_seq_len,
             tied_embeddings: self.tied_embeddings,
             kv_groups: kv_groups::group_layers(&self.layer_kinds),
-            num_parameters: weights.tensors().iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),
-            stored_bytes: weights.tensors().iter().fold(0, |n, info| info.num_bytes().saturating_add(n)),
+            num_parameters,
+            stored_bytes,
         }
     }
 }

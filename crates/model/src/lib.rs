@@ -12,6 +12,7 @@ mod error;
 mod holdings;
 mod kv_groups;
 mod layers;
+mod made_up;
 mod names;
 mod rope;
 mod shard;
@@ -134,6 +135,12 @@ fn identify(checkpoint: &Checkpoint) -> Result<(&'static Entry, RawConfig), Mode
             let name = config.architectures.first().map_or(config.model_type.as_str(), String::as_str);
             let entry = arch::find(Dialect::HuggingFace, name)?;
             Ok((entry, RawConfig::from_hf(name.into(), config, weights.tensors().len())))
+        }
+        Checkpoint::ConfigOnly(only) => {
+            let config = only.config();
+            let name = config.architectures.first().map_or(config.model_type.as_str(), String::as_str);
+            let entry = arch::find(Dialect::HuggingFace, name)?;
+            Ok((entry, RawConfig::from_hf(name.into(), config, made_up::MAX_LAYERS)))
         }
     }
 }

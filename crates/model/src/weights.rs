@@ -4,6 +4,7 @@
 
 use crate::config::Dialect;
 use crate::holdings::Holdings;
+use crate::made_up::MadeUp;
 use crate::names::Spelling;
 use crate::shard::{Shard, ShardError};
 use crate::{LoadProgress, ModelError, RankContext};
@@ -69,6 +70,8 @@ pub(crate) enum Bias {
 /// Reads one checkpoint for one rank.
 pub(crate) struct WeightReader<'a> {
     weights: &'a Weights,
+    /// Where there are no weights.
+    made_up: Option<MadeUp>,
     /// The configuration's file: where a missing tensor is reported.
     path: &'a str,
     cx: &'a RankContext,
@@ -95,6 +98,7 @@ impl<'a> WeightReader<'a> {
         let bytes_total = weights.tensors().iter().filter(here).map(TensorInfo::num_bytes).sum();
         Self {
             weights,
+            made_up: weights.made_up_type().map(|tensor_type| MadeUp::new(dtype_of(tensor_type))),
             path,
             cx,
             spelling,
@@ -131,6 +135,9 @@ impl<'a> WeightReader<'a> {
 
     /// Elements that the weight packs into one block: columns may be cut at its multiples.
     pub(crate) fn block_elems(&self, module: Module<'_>) -> Result<usize, ModelError> {
+        if let Some(made_up) = &self.made_up {
+            return Ok(made_up.dtype.block_elems());
+        }
         let (_, dtype) = self.tensor(&self.name(module, "weight"))?;
         Ok(dtype.block_elems())
     }
@@ -138,8 +145,11 @@ impl<'a> WeightReader<'a> {
     /// The matrix `module.weight` `[rows, cols]`, cut to this rank's part.
     pub(crate) fn matrix(&self, module: Module<'_>, shape: [usize; 2], cut: &Cut) -> Result<Weight, ModelError> {
         let name = self.name(module, "weight");
-        let (info, dtype) = self.tensor(&name)?;
-        if info.shape() != shape {
+        let (info, dtype) = match &self.made_up {
+            Some(made_up) => (None, made_up.dtype),
+            None => self.tensor(&name).map(|(info, dtype)| (Some(info), dtype))?,
+        };
+        if let Some(info) = info.filter(|info| info.shape() != shape) {
             return Err(self.misshaped(info, &shape));
         }
         let row_bytes = |cols: usize| {
@@ -157,7 +167,9 @@ impl<'a> WeightReader<'a> {
         let desc = WeightDesc { name: name.clone(), dtype, rows: rows.len(), cols: cols.len() };
         let mut staging = Vec::new();
         let weight = self.cx.backend.load_weight(desc, &mut |first_row, num_rows, out| {
-            if kept_row_bytes == stored_row_bytes {
+            if let Some(made_up) = &self.made_up {
+                made_up.fill(out);
+            } else if kept_row_bytes == stored_row_bytes {
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, out)?;
             } else if kept_row_bytes >= WORTH_A_READ_BYTES {
                 for (row, kept) in out.chunks_exact_mut(kept_row_bytes).enumerate() {
@@ -172,7 +184,8 @@ impl<'a> WeightReader<'a> {
             }
             Ok(())
         })?;
-        self.account(name, info, weight.len_bytes());
+        self.bytes_on_device.set(self.bytes_on_device.get() + weight.len_bytes() as u64);
+        info.into_iter().for_each(|info| self.account(name.clone(), info));
         Ok(weight)
     }
 
@@ -245,6 +258,9 @@ impl<'a> WeightReader<'a> {
 
     /// A float vector as f32.
     fn floats(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        if self.made_up.is_some() {
+            return Ok(MadeUp::vector(name, len));
+        }
         let (info, dtype) = self.tensor(name)?;
         if info.shape() != [len] {
             return Err(self.misshaped(info, &[len]));
@@ -255,7 +271,7 @@ impl<'a> WeightReader<'a> {
         let mut bytes = vec![0; len * dtype.block_bytes()];
         self.weights.read_all(name, &mut bytes)?;
         let values = floats_from_bytes(dtype, &bytes);
-        self.account(name.into(), info, 0);
+        self.account(name.into(), info);
         Ok(values)
     }
 
@@ -265,8 +281,7 @@ impl<'a> WeightReader<'a> {
         Ok(tensor)
     }
 
-    fn account(&self, name: String, info: &TensorInfo, bytes_on_device: usize) {
-        self.bytes_on_device.set(self.bytes_on_device.get() + bytes_on_device as u64);
+    fn account(&self, name: String, info: &TensorInfo) {
         if self.taken.borrow_mut().insert(name) {
             self.bytes_read.set(self.bytes_read.get() + info.num_bytes());
             (self.progress)(LoadProgress { bytes_done: self.bytes_read.get(), bytes_total: self.bytes_total });

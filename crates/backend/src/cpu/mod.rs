@@ -228,6 +228,7 @@ impl Backend for CpuBackend {
             isa: self.isa.name(),
             num_units: num_threads,
             memory_available_bytes: host::available_memory_bytes(),
+            shares_memory: true,
         }
     }
 

@@ -75,7 +75,7 @@ impl PagedAttention {
     ) -> Result<Tensor, ModelError> {
         let backend = cx.rank.backend.as_ref();
         let q = backend.rope_kv_write(qkv, transform, &self.params, cx.batch, cx.kv)?;
-        let mut out = backend.temp(q.rows(), q.cols())?;
+        let mut out = backend.activation(q.rows(), q.cols())?;
         backend.attention(&q, &self.params, cx.batch, cx.kv, &mut out)?;
         Ok(out)
     }

@@ -29,7 +29,7 @@ impl Projection {
 
     /// A place for the product with `x` of `num_rows` rows.
     pub(super) fn output(&self, rank: &RankContext, num_rows: usize) -> Result<Tensor, ModelError> {
-        Ok(rank.backend.temp(num_rows, self.weight.rows())?)
+        Ok(rank.backend.activation(num_rows, self.weight.rows())?)
     }
 
     /// This product as a part of one device call.
@@ -110,7 +110,7 @@ impl RowLinear {
 
     /// `x` `[T, this rank's features]` to `[T, D]`, summed over ranks.
     pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
-        let mut out = cx.backend().temp(x.rows(), self.weight.rows())?;
+        let mut out = cx.backend().activation(x.rows(), self.weight.rows())?;
         let part = LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out: &mut out };
         cx.backend().fused_linear(x, &mut [part])?;
         cx.rank.collective.all_reduce(&mut out)?;

@@ -29,7 +29,7 @@ impl Contribution<'_> {
         let Some(norm) = self.norm.map(RmsNorm::params) else {
             return Ok(backend.add(residual, &self.x)?);
         };
-        let mut normed = backend.temp(self.x.rows(), self.x.cols())?;
+        let mut normed = backend.activation(self.x.rows(), self.x.cols())?;
         backend.rms_norm(&self.x, norm.weight, norm.eps, &mut normed)?;
         Ok(backend.add(residual, &normed)?)
     }

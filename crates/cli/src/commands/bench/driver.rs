@@ -2,7 +2,7 @@
 
 use anyhow::{Context, Result, bail};
 use pagemill_engine::{
-    EngineEvent, EngineHandle, EngineStatus, EventSink, Request, RequestId, SamplingParams, SinkClosed,
+    EngineEvent, EngineHandle, EngineStatus, EventSink, Request, RequestId, SamplingParams, SinkClosed, SubmitError,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -102,13 +102,22 @@ fn run_measured(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
     })
 }
 
+/// Submissions under way at once: fewer than the engine's queue holds.
+const MAX_UNANSWERED: usize = 512;
+
 fn submit_all(
     handle: &EngineHandle,
     jobs: Vec<Job>,
     start: Instant,
     sender: &Sender<Outcome>,
 ) -> Result<Vec<RequestId>> {
+    let (replier, replies) = channel();
     let mut ids = Vec::with_capacity(jobs.len());
+    let answer = || {
+        let (index, reply): (usize, Result<RequestId, SubmitError>) = replies.recv().context("the engine stopped")?;
+        reply.with_context(|| format!("request {index}"))
+    };
+    let num_jobs = jobs.len();
     for (index, job) in jobs.into_iter().enumerate() {
         let due = Duration::from_secs_f64(job.arrival);
         if let Some(wait) = due.checked_sub(start.elapsed()) {
@@ -121,18 +130,30 @@ fn submit_all(
             timeline: Timeline { submitted, tokens: Vec::with_capacity(job.generated) },
             sender: sender.clone(),
         };
-        let id = handle
-            .submit(Request {
-                prompt: job.prompt,
-                max_tokens: job.generated,
-                n: 1,
-                sampling: SamplingParams::default(),
-                priority: job.priority,
-                cache_salt: None,
-                sink: Box::new(sink),
-            })
-            .with_context(|| format!("request {index}"))?;
-        ids.push(id);
+        let request = Request {
+            prompt: job.prompt,
+            max_tokens: job.generated,
+            n: 1,
+            sampling: SamplingParams::default(),
+            priority: job.priority,
+            cache_salt: None,
+            sink: Box::new(sink),
+        };
+        // An answer comes between two steps: waiting for each would let one request in a step.
+        let replier = replier.clone();
+        handle.submit_with(
+            request,
+            Box::new(move |reply| {
+                // Nobody listens any more when another request was refused.
+                let _ = replier.send((index, reply));
+            }),
+        );
+        if index + 1 - ids.len() >= MAX_UNANSWERED {
+            ids.push(answer()?);
+        }
+    }
+    while ids.len() < num_jobs {
+        ids.push(answer()?);
     }
     Ok(ids)
 }

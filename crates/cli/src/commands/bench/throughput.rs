@@ -89,8 +89,7 @@ pub fn throughput(args: ThroughputArgs) -> Result<()> {
         Some(path) => read_trace(path)?,
         None => conversation_like(&mut Random::new(args.seed ^ 0xA5), 4096),
     };
-    let path = crate::models::resolve(&model)?;
-    let spec = loading::read_spec(&path)?;
+    let spec = pagemill_model::read_spec(&loading::open(&model, &config)?)?;
     // What contiguous reservation has to set aside: the model's context on the scale of the lengths.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     let scaled_context = ((spec.max_seq_len as f64 * args.length_scale.min(1.0)) as usize).max(64);

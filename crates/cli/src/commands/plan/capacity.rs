@@ -3,6 +3,7 @@
 
 use super::sizes;
 use crate::config::{engine_config, parse_bytes};
+use crate::devices;
 use crate::settings::EngineSettings;
 use anyhow::{Result, bail};
 use clap::Args;
@@ -57,7 +58,10 @@ pub struct CapacityArgs {
 impl CapacityArgs {
     /// Whether anything was said that has no meaning for the plan of this machine.
     pub fn is_asked_for(&self, engine: &EngineSettings) -> bool {
-        let elsewhere = engine.device.as_deref().is_some_and(|device| !["cpu", "auto"].contains(&device));
+        let elsewhere = engine
+            .device
+            .as_deref()
+            .is_some_and(|device| !["cpu", "auto"].contains(&device) && !devices::names_gpu(device));
         let ranks = [engine.tensor_parallel, engine.pipeline_parallel].into_iter().flatten().any(|ranks| ranks != 1);
         let Self { dtype, gpus_per_host, prompt_tokens, gen_tokens, batch_sizes, tokens_per_second, .. } = self;
         elsewhere

@@ -4,11 +4,10 @@
 mod capacity;
 mod sizes;
 
-use crate::{ModelArgs, loading, models, settings::ServerSettings};
+use crate::{ModelArgs, devices, loading, models, settings::ServerSettings};
 use anyhow::Result;
 use clap::{Arg, Args};
 use indicatif::HumanCount;
-use pagemill_backend::{Backend, CpuBackend};
 use pagemill_engine::{MemoryPlan, plan_memory};
 use pagemill_model::ModelSpec;
 use std::io::Write;
@@ -54,13 +53,13 @@ pub fn plan(args: PlanArgs) -> Result<()> {
         return print(args.json, &plan, || Ok(serde_json::to_value(&plan)?));
     }
     let config = crate::config::engine_config(engine)?;
-    let available = match &args.memory {
-        Some(text) => crate::config::parse_bytes(text, "memory")?,
-        None => CpuBackend::new(config.cpu)?.info().memory_available_bytes,
-    };
+    let mut memory = devices::memory(&config)?;
+    if let Some(text) = &args.memory {
+        memory.available_bytes = crate::config::parse_bytes(text, "memory")?;
+    }
     let path = models::resolve(&model)?;
     let spec = loading::read_spec(&path)?;
-    let plan = plan_memory(&spec, &config.engine, available)?;
+    let plan = plan_memory(&spec, &config.engine, memory)?;
     let head = format!("{model}: {}, {} parameters", spec.architecture, HumanCount(spec.num_parameters));
     print(args.json, &format!("{head}\n{plan}"), || Ok(json(&model, &spec, &plan)))
 }
