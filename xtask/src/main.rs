@@ -45,7 +45,21 @@ fn test() -> Result<()> {
     tidy::run(&root())?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
-    cargo(&["test", "--workspace", "--doc"])
+    cargo(&["test", "--workspace", "--doc"])?;
+    test_over_mpi()
+}
+
+/// What links MPI, where MPI is: its library for programs to link, and its launcher.
+fn test_over_mpi() -> Result<()> {
+    for tool in ["mpicc", "mpirun"] {
+        if Command::new(tool).arg("--version").output().is_err() {
+            println!("xtask: there is no {tool} here: ranks over MPI were neither built nor tested");
+            return Ok(());
+        }
+    }
+    cargo(&["clippy", "-p", "pagemill-mpi", "--features", "link", "--all-targets", "--", "-D", "warnings"])?;
+    cargo(&["clippy", "-p", "pagemill", "--features", "mpi", "--", "-D", "warnings"])?;
+    cargo(&["test", "-p", "pagemill-mpi", "--features", "link"])
 }
 
 fn lint() -> Result<()> {

@@ -8,6 +8,7 @@ mod config;
 mod environment;
 mod loading;
 mod models;
+mod processes;
 mod ranks;
 mod settings;
 

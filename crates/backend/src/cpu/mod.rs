@@ -36,6 +36,7 @@ mod avx512_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512_linear;
 
+pub use check::{elements as host_elements, elements_mut as host_elements_mut};
 pub use isa::Isa;
 #[doc(hidden)]
 pub use quant::bench_access;
