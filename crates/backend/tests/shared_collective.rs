@@ -1,6 +1,6 @@
 //! Collectives between threads: sums and gathers against plain loops, hidden states in order, and the
 //! end of a world.
-#![allow(clippy::unwrap_used, clippy::cast_precision_loss)] // tests
+#![allow(clippy::unwrap_used, clippy::cast_precision_loss, clippy::cast_possible_truncation)] // tests
 
 use pagemill_backend::{Backend, BackendError, Collective, CpuBackend, CpuConfig, SharedCollective, Tensor};
 use std::sync::Arc;

@@ -279,6 +279,10 @@ fn quantisation_borders_refuse_a_layout() {
             &[512, 128],
             &embedding,
         );
+        let norm = |writer: GgufWriter, layer| {
+            writer.f32_tensor(&format!("blk.{layer}.attn_norm.weight"), &[128], &[1.0; 128])
+        };
+        let writer = (0..spec.num_layers).fold(writer, norm);
         let q4_k = 12;
         write(&writer.tensor(name, q4_k, shape, vec![0; bytes]))
     };

@@ -89,18 +89,6 @@ pub struct CpuConfig {
     pub isa: Option<Isa>,
 }
 
-impl CpuConfig {
-    /// The same for each of `num_ranks` ranks that share the threads out, the first ones the rest; at
-    /// least one each.
-    #[must_use]
-    pub fn divided(self, num_ranks: usize) -> Vec<Self> {
-        let total = self.num_threads.unwrap_or_else(host::usable_cores);
-        let num_ranks = num_ranks.max(1);
-        let share = |rank| total / num_ranks + usize::from(rank < total % num_ranks);
-        (0..num_ranks).map(|rank| Self { num_threads: Some(share(rank).max(1)), ..self }).collect()
-    }
-}
-
 /// The CPU as a device.
 pub struct CpuBackend {
     isa: Isa,

@@ -5,6 +5,7 @@
 //! summed by every rank (one meeting), large ones are summed where they lie, each rank a slice for all
 //! (two meetings, no copy). A failed rank ends every wait of every other with an error.
 
+use super::CpuConfig;
 use super::check::{elements, elements_mut, shape_error};
 use super::host;
 use super::rendezvous::{Abort, Bell, MeetingPoint, Patience};
@@ -72,6 +73,18 @@ struct Mailbox(UnsafeCell<Box<[f32]>>);
 
 // SAFETY: `SharedCollective::sum_by_mail` keeps to the order above.
 unsafe impl Sync for Mailbox {}
+
+impl CpuConfig {
+    /// The same for each of `num_ranks` ranks that share the threads out, the first ones the rest; at
+    /// least one each.
+    #[must_use]
+    pub fn divided(self, num_ranks: usize) -> Vec<Self> {
+        let total = self.num_threads.unwrap_or_else(host::usable_cores);
+        let num_ranks = num_ranks.max(1);
+        let share = |rank| total / num_ranks + usize::from(rank < total % num_ranks);
+        (0..num_ranks).map(|rank| Self { num_threads: Some(share(rank).max(1)), ..self }).collect()
+    }
+}
 
 impl Post {
     fn new() -> Self {
