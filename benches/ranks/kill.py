@@ -4,8 +4,8 @@
     cargo build --release --features mpi
     python3 benches/ranks/kill.py target/release/pagemill MODEL [--rounds 20] [--tp 2] [--pp 2] [--plain]
 
-For each round: seconds from the kill until every client had its error (or its end), until /health said 503 or the
-server was gone, and until mpirun and every rank had ended; the exit code. `--plain` leaves out what
+For each round: seconds from the kill until every client had its error, until /health said 503 or the server was gone,
+until every rank had ended, and until mpirun had, with its exit code. `--plain` leaves out what
 docs/deploy.md tells to pass to mpirun. Exits non-zero if a client hung, an answer looked complete that was
 not, an exit code was zero, or something took more than five seconds.
 """
@@ -65,6 +65,19 @@ class Client(threading.Thread):
             return f"a stream without an end: {last[-60:]!r}"
 
 
+def is_running(pid):
+    """Whether it runs still: a zombie has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def seconds(value):
+    return "never" if value is None else f"{value:.2f} s"
+
+
 def one_round(options, number, rng):
     log = f"{options.logs}/round-{number}.log"
     mpirun = [*options.mpirun.split(), *([] if options.plain else GRACE)]
@@ -80,10 +93,12 @@ def one_round(options, number, rng):
         victim = rng.randrange(world.size) if options.rank is None else options.rank
         killed = time.monotonic()
         os.kill(ranks[victim], signal.SIGKILL)
-        unhealthy = None
+        unhealthy = ranks_gone = None
         while time.monotonic() - killed < 3 * LIMIT:
             if unhealthy is None and world.health() != 200:
                 unhealthy = time.monotonic() - killed
+            if ranks_gone is None and not any(is_running(pid) for pid in ranks.values()):
+                ranks_gone = time.monotonic() - killed
             if world.process.poll() is not None and not any(client.is_alive() for client in clients):
                 break
             time.sleep(0.02)
@@ -97,12 +112,12 @@ def one_round(options, number, rng):
         outcomes = sorted({str(client.outcome) for client in clients})
         broken = [outcome for outcome in outcomes if outcome.startswith("a stream without")]
         good = (not hung and code not in (0, None) and not left and told < LIMIT and gone < LIMIT
-                and unhealthy is not None and (victim == 0 or not broken))
+                and None not in (unhealthy, ranks_gone) and (victim == 0 or not broken))
         print(f"round {number:2}: rank {victim} killed (ready after {ready:.1f} s): clients {told:.2f} s, "
-              f"health {unhealthy if unhealthy is None else round(unhealthy, 2)} s, exit {gone:.2f} s with {code}; "
+              f"health {seconds(unhealthy)}, ranks gone {seconds(ranks_gone)}, mpirun {gone:.2f} s with {code}; "
               f"{'ok' if good else 'FAILED'}: {', '.join(outcomes)}" + (f"; hung {hung}; left {left}" if hung or left
                                                                          else ""), flush=True)
-        return good, victim, told, gone
+        return good, told, ranks_gone or 3 * LIMIT, gone
     finally:
         world.destroy()
 
@@ -122,11 +137,11 @@ def main():
     options = parser.parse_args()
     rng = random.Random(options.seed)
     results = [one_round(options, number, rng) for number in range(1, options.rounds + 1)]
-    told, gone = [result[2] for result in results], [result[3] for result in results]
-    failed = sum(not result[0] for result in results)
-    print(f"{len(results)} kills, {failed} failed; until clients knew: median {statistics.median(told):.2f} s, "
-          f"at most {max(told):.2f} s; until all had ended: median {statistics.median(gone):.2f} s, "
-          f"at most {max(gone):.2f} s")
+    good, told, ranks_gone, gone = zip(*results)
+    failed = good.count(False)
+    span = lambda values: f"median {statistics.median(values):.2f} s, at most {max(values):.2f} s"
+    print(f"{len(results)} kills, {failed} failed; until clients knew: {span(told)}; until the ranks had ended: "
+          f"{span(ranks_gone)}; until mpirun had: {span(gone)}")
     sys.exit(1 if failed else 0)
 
 

@@ -10,8 +10,9 @@ import time
 import urllib.request
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-#: Gives the survivors of a rank ten seconds instead of one before mpirun ends them (docs/deploy.md).
-GRACE = ["--mca", "odls_base_sigkill_timeout", "10"]
+#: Gives the survivors of a rank two seconds instead of one until mpirun's SIGTERM, and two more until its SIGKILL
+#: (docs/deploy.md).
+GRACE = ["--mca", "odls_base_sigkill_timeout", "2"]
 
 
 def free_port():

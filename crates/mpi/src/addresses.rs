@@ -35,7 +35,7 @@ fn ordered(ipv4: impl Iterator<Item = IpAddr>, ipv6: impl Iterator<Item = IpAddr
 /// `/proc/net/fib_trie`: an address's line is followed by `/32 host LOCAL` where it is this host's own.
 fn ipv4_of_trie(text: &str) -> Vec<Ipv4Addr> {
     let mut found = Vec::new();
-    let mut last = None;
+    let mut last: Option<Ipv4Addr> = None;
     for line in text.lines() {
         let line = line.trim();
         if let Some(address) = line.strip_prefix("|-- ") {

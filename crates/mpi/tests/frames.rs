@@ -209,7 +209,10 @@ fn counts_are_paid_for_in_bytes() {
             bytes[place..place + 4].copy_from_slice(&count.to_le_bytes());
             match Frame::from_bytes(&bytes).unwrap_err() {
                 FrameError::TooLong { field: named, .. } => assert!(is_too_long && named == field, "{named}"),
-                FrameError::Truncated { field: named, .. } => assert!(!is_too_long && named == field, "{named}"),
+                // One entry may be read from the bytes of what follows; then something later is missing.
+                FrameError::Truncated { field: named, .. } => {
+                    assert!(!is_too_long && (count == 1 || named == field), "{named}");
+                }
                 other => panic!("{other}"),
             }
         }

@@ -60,7 +60,7 @@ fn parent(&(case, tensor_parallel, pipeline_parallel, has_loss): &(&str, usize, 
     command.args(["--mca", "mpi_yield_when_idle", "1"]);
     if has_loss {
         // Survivors get so many seconds before mpirun ends them.
-        command.args(["--mca", "odls_base_sigkill_timeout", "10"]);
+        command.args(["--mca", "odls_base_sigkill_timeout", "2"]);
     }
     command.arg("-np").arg((tensor_parallel * pipeline_parallel).to_string());
     command.arg(std::env::current_exe().unwrap()).arg(case);
