@@ -54,12 +54,26 @@ fn test() -> Result<()> {
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
     cargo(&["test", "--workspace", "--doc"])?;
+    test_over_mpi()?;
     emulated::run()
 }
 
 fn check_cuda() -> Result<()> {
     cuda::toolkit(&root())?;
     cuda::CHECKS.iter().try_for_each(|args| cargo(args))
+}
+
+/// What links MPI, where MPI is: its library for programs to link, and its launcher.
+fn test_over_mpi() -> Result<()> {
+    for tool in ["mpicc", "mpirun"] {
+        if Command::new(tool).arg("--version").output().is_err() {
+            println!("xtask: there is no {tool} here: ranks over MPI were neither built nor tested");
+            return Ok(());
+        }
+    }
+    cargo(&["clippy", "-p", "pagemill-mpi", "--features", "link", "--all-targets", "--", "-D", "warnings"])?;
+    cargo(&["clippy", "-p", "pagemill", "--features", "mpi", "--", "-D", "warnings"])?;
+    cargo(&["test", "-p", "pagemill-mpi", "--features", "link"])
 }
 
 fn lint() -> Result<()> {

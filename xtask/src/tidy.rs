@@ -8,9 +8,13 @@ use std::path::{Path, PathBuf};
 /// `from` may depend on each of `to`; nothing else within the workspace. `cli` is where all rooms are
 /// put together (docs/decisions/0001-arrows.md).
 const ARROWS: &[(&str, &[&str])] = &[
-    ("cli", &["server", "text", "engine", "scheduler", "model", "formats", "backend", "backend-cuda", "capacity"]),
+    (
+        "cli",
+        &["server", "text", "mpi", "engine", "scheduler", "model", "formats", "backend", "backend-cuda", "capacity"],
+    ),
     ("server", &["text", "engine", "formats"]),
     ("text", &[]),
+    ("mpi", &["engine", "scheduler", "backend"]),
     ("engine", &["scheduler", "model", "formats", "backend"]),
     ("scheduler", &[]),
     ("model", &["formats", "backend"]),
@@ -23,6 +27,9 @@ const ARROWS: &[(&str, &[&str])] = &[
 
 /// Crates in which `unsafe` may stand.
 const UNSAFE_CRATES: &[&str] = &["backend", "backend-cuda"];
+
+/// Crates in which `unsafe` may stand in one file: the crate denies it, and only that file allows it.
+const UNSAFE_FILES: &[(&str, &str)] = &[("mpi", "transfer.rs")];
 
 /// Lines in a file at most; the files in `LONG_FILES` may only shrink.
 const MAX_LINES: usize = 600;
@@ -37,7 +44,10 @@ pub fn run(root: &Path) -> Result<()> {
     let mut faults = Vec::new();
     for (name, allowed) in ARROWS {
         check_arrows(root, name, allowed, &mut faults)?;
-        check_forbids_unsafe(root, name, &mut faults)?;
+        match UNSAFE_FILES.iter().find(|(crate_name, _)| crate_name == name) {
+            Some((_, file)) => check_unsafe_file(root, name, file, &mut faults)?,
+            None => check_forbids_unsafe(root, name, &mut faults)?,
+        }
     }
     for folder in ["crates", "xtask"] {
         for file in rust_files(&root.join(folder))? {
@@ -78,6 +88,21 @@ fn check_forbids_unsafe(root: &Path, name: &str, faults: &mut Vec<String>) -> Re
     let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
     if !text.contains("#![forbid(unsafe_code)]") {
         faults.push(format!("crates/{name}/src/{file}: #![forbid(unsafe_code)] is missing"));
+    }
+    Ok(())
+}
+
+/// The crate denies `unsafe`, and no file but `allowed` takes that back.
+fn check_unsafe_file(root: &Path, name: &str, allowed: &str, faults: &mut Vec<String>) -> Result<()> {
+    for path in rust_files(&root.join("crates").join(name).join("src"))? {
+        let text = fs::read_to_string(&path).with_context(|| format!("reading {}", path.display()))?;
+        let relative = path.strip_prefix(root).unwrap_or(&path).display().to_string();
+        if path.ends_with("src/lib.rs") && !text.contains("#![deny(unsafe_code)]") {
+            faults.push(format!("{relative}: #![deny(unsafe_code)] is missing"));
+        }
+        if text.contains("allow(unsafe_code)") && !path.ends_with(Path::new("src").join(allowed)) {
+            faults.push(format!("{relative}: unsafe may stand in crates/{name}/src/{allowed} alone"));
+        }
     }
     Ok(())
 }

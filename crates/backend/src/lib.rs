@@ -20,7 +20,7 @@ pub mod tensor;
 
 pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
-pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective};
+pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective, host_elements, host_elements_mut};
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};

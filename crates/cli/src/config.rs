@@ -216,6 +216,8 @@ pub struct ServeConfig {
     pub drain_timeout_s: u64,
     /// Seconds between SSE comments; `None`: none.
     pub sse_keep_alive_s: Option<u64>,
+    /// Port for the other ranks' processes; 0 picks one.
+    pub rank_port: u16,
 }
 
 /// Validates the server's settings.
@@ -245,6 +247,7 @@ pub fn serve_config(settings: &ServerSettings) -> Result<ServeConfig> {
         cors_origins: settings.cors_origin.clone().unwrap_or_default(),
         drain_timeout_s: settings.drain_timeout.unwrap_or(60),
         sse_keep_alive_s: settings.sse_keep_alive.filter(|&s| s > 0),
+        rank_port: settings.rank_port.unwrap_or(0),
     })
 }
 

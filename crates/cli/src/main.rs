@@ -9,6 +9,7 @@ mod devices;
 mod environment;
 mod loading;
 mod models;
+mod processes;
 mod ranks;
 mod settings;
 

@@ -107,6 +107,9 @@ pub struct ServerSettings {
     /// Seconds between comments on a silent stream; 0: none [default: 0]
     #[arg(long, env = "PAGEMILL_SSE_KEEP_ALIVE", value_name = "SECONDS")]
     pub sse_keep_alive: Option<u64>,
+    /// Port on which rank 0 lets the other processes in, under mpirun; 0 picks a free one [default: 0]
+    #[arg(long, env = "PAGEMILL_RANK_PORT", value_name = "PORT")]
+    pub rank_port: Option<u16>,
 }
 
 /// What a flag may be given several times for, a file may write as one text or as a list.
@@ -184,7 +187,7 @@ fn parse_file(text: &str) -> Result<FileSettings, String> {
         None => e.message().to_owned(),
     })?;
     let server_keys =
-        ["host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive"];
+        ["host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive", "rank_port"];
     let (server, engine): (toml::Table, toml::Table) =
         file.rest.into_iter().partition(|(key, _)| server_keys.contains(&key.as_str()));
     Ok(FileSettings { model: file.model, engine: read_table(engine)?, server: read_table(server)? })
@@ -241,6 +244,7 @@ impl ServerSettings {
             served_model_name: self.served_model_name.or(file.served_model_name),
             drain_timeout: self.drain_timeout.or(file.drain_timeout),
             sse_keep_alive: self.sse_keep_alive.or(file.sse_keep_alive),
+            rank_port: self.rank_port.or(file.rank_port),
         }
     }
 }

@@ -140,6 +140,7 @@ impl<E: Executor> InferenceEngine<E> {
         self.reap_closed();
         self.submit_plans(now)?;
         if self.in_flight == 0 {
+            self.executor.check()?;
             self.check_integrity_if(!self.scheduler.has_work())?;
             return Ok(false);
         }

@@ -6,7 +6,7 @@ use pagemill_scheduler::{RequestId, SequenceId, StepOutput, StepPlan};
 use std::sync::Arc;
 
 /// A request's data that ranks keep while it lives.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StartedRequest {
     /// Its identity.
     pub id: RequestId,
@@ -17,7 +17,7 @@ pub struct StartedRequest {
 }
 
 /// One step's work: the plan and what changed since the last one.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInput {
     /// What to compute.
     pub plan: StepPlan,
@@ -86,6 +86,14 @@ pub trait Executor: Send {
     /// # Errors
     /// As `submit`.
     fn collect(&mut self) -> Result<StepOutput, EngineError>;
+
+    /// Whether all ranks are there; asked now and then while nothing is in flight.
+    ///
+    /// # Errors
+    /// As `submit`.
+    fn check(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
 
     /// Steps that may be in flight at once (1: submit, collect, submit, …).
     fn max_in_flight(&self) -> usize {

@@ -23,6 +23,9 @@ const QUEUE_CAPACITY: usize = 1024;
 /// How often a thread that has only waiting requests looks whether their listeners are still there.
 const WAITING_POLL: Duration = Duration::from_millis(10);
 
+/// How often an idle engine looks whether its ranks are still there.
+const IDLE_POLL: Duration = Duration::from_millis(500);
+
 /// What the engine says about itself; refreshed after every step, read without stopping it.
 #[derive(Clone, Debug, Default)]
 pub struct EngineStatus {
@@ -360,7 +363,7 @@ impl<E: Executor> StepLoop<E> {
         self.shared.has_work.store(self.engine.has_work(), Ordering::Release);
     }
 
-    /// Waits for something to do: without end when idle, else until the scheduler's wake-up and with a
+    /// Waits for something to do: up to the next look at the ranks when idle, else until the scheduler's wake-up and with a
     /// glance at the sinks of waiting requests now and then.
     fn sleep(&self, abandoned: bool) -> Option<Submission> {
         let timeout = if self.engine.has_work() {
@@ -369,24 +372,17 @@ impl<E: Executor> StepLoop<E> {
                 .next_wakeup()
                 .map_or(WAITING_POLL, |Time(at)| Duration::from_micros(at.saturating_sub(now)).min(WAITING_POLL))
         } else {
-            Duration::MAX
+            IDLE_POLL
         };
         if abandoned {
             std::thread::sleep(timeout.min(WAITING_POLL));
             return None;
         }
         // A closed channel ends the wait as well: the loop finds out why.
-        if timeout == Duration::MAX {
-            select! {
-                recv(self.submissions) -> submission => submission.ok(),
-                recv(self.wake) -> _ => None,
-            }
-        } else {
-            select! {
-                recv(self.submissions) -> submission => submission.ok(),
-                recv(self.wake) -> _ => None,
-                default(timeout) => None,
-            }
+        select! {
+            recv(self.submissions) -> submission => submission.ok(),
+            recv(self.wake) -> _ => None,
+            default(timeout) => None,
         }
     }
 }

@@ -83,6 +83,11 @@ impl Limits {
         PagedKvCache::new(limits.cache_config(config, 1)).blocks_needed(tokens)
     }
 
+    /// Bytes of one block on each rank of `stage`.
+    pub(crate) fn rank_block_bytes(spec: &ModelSpec, config: &EngineConfig, stage: &Stage) -> u64 {
+        pool_spec(spec, config, stage, config.parallel.tensor_parallel, 1).block_bytes() as u64
+    }
+
     /// Blocks behind the pool that only a static batch's padding uses: enough for one whole step.
     pub(crate) fn padding_blocks(&self, config: &EngineConfig) -> usize {
         if config.continuous_batching { 0 } else { self.max_batch_tokens.div_ceil(config.block_size) }

@@ -1,7 +1,7 @@
 //! From a checkpoint to a running engine: load, warm up, measure, size the KV pool, join the parts.
 //! And the same sums without a device, for `pagemill plan`.
 
-use crate::limits::{Limits, pool_spec};
+use crate::limits::Limits;
 use crate::memory::{KvDemand, KvFactors, size_kv_pool};
 use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
@@ -82,7 +82,18 @@ pub fn build_engine_on(
     }
     let mut executor = PipelineExecutor::start(workers)?;
     micro_batches::settle(&mut executor, config, &limits, plan.num_blocks)?;
+    Ok(join_parts(executor, config, &limits, spec, plan, stages))
+}
 
+/// Puts the engine together around an executor that is ready.
+pub(crate) fn join_parts(
+    executor: PipelineExecutor,
+    config: &EngineConfig,
+    limits: &Limits,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    stages: Vec<Stage>,
+) -> BuiltEngine {
     let engine = InferenceEngine::new(
         DynamicBatchScheduler::new(limits.scheduler_config(config, executor.max_in_flight())),
         PagedKvCache::new(limits.cache_config(config, plan.num_blocks)),
@@ -90,7 +101,7 @@ pub fn build_engine_on(
         UnifiedMemoryAllocator::new(plan),
     );
     let engine = if config.check_every_step { engine.checked_every_step() } else { engine };
-    Ok(BuiltEngine { engine, spec, plan, stages })
+    BuiltEngine { engine, spec, plan, stages }
 }
 
 /// As many ranks as the configuration lays the model out over, in equal stages.
@@ -146,15 +157,16 @@ impl DeviceMemory {
     }
 }
 
-struct Measured {
-    memory: DeviceMemory,
-    weight_bytes: u64,
-    workspace_bytes: u64,
+/// Over all ranks.
+pub(crate) struct Measured {
+    pub(crate) memory: DeviceMemory,
+    pub(crate) weight_bytes: u64,
+    pub(crate) workspace_bytes: u64,
 }
 
 /// Sizes the pool and lets the limits follow: `max_seq_len` shrinks to what fits, and an automatic
 /// `max_batch_size` to the number of sequences for which the pool has a block in every group.
-fn size(
+pub(crate) fn size(
     spec: &ModelSpec,
     config: &EngineConfig,
     stages: &[Stage],
@@ -162,8 +174,8 @@ fn size(
     measured: Measured,
 ) -> Result<MemoryPlan, EngineError> {
     let ranks_per_stage = config.parallel.tensor_parallel;
-    let rank_block_bytes = |stage| pool_spec(spec, config, stage, ranks_per_stage, 1).block_bytes();
-    let block_bytes = stages.iter().map(|stage| rank_block_bytes(stage) * ranks_per_stage).sum::<usize>() as u64;
+    let stage_block_bytes = |stage| Limits::rank_block_bytes(spec, config, stage) * ranks_per_stage as u64;
+    let block_bytes = stages.iter().map(stage_block_bytes).sum();
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
         available_bytes: measured.memory.available_bytes,
@@ -216,6 +228,6 @@ fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize, logits_rows: us
     4 * (max_batch_tokens as u64 * elements_per_token + tile)
 }
 
-fn block_count(count: usize) -> Result<u32, EngineError> {
+pub(crate) fn block_count(count: usize) -> Result<u32, EngineError> {
     u32::try_from(count).map_err(|_| EngineError::Memory(format!("{count} KV blocks exceed 32-bit block ids")))
 }

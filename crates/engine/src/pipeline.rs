@@ -1,12 +1,14 @@
-//! `PipelineExecutor`: one worker thread for each rank, fed through bounded channels and read at the last
-//! stage's first rank. Knows threads, their ends and how long each was busy; what a step computes is
-//! `worker`'s.
+//! `PipelineExecutor`: one worker thread for each rank of this process, fed through bounded channels, ranks
+//! of other processes behind one more channel, and outputs from the last stage's first rank. Knows threads,
+//! their ends and how long each was busy; what a step computes is `worker`'s.
 
 use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
+use crate::remote::{OutputSender, RemoteRanks};
 use crate::worker::Worker;
 use crate::{EngineError, Executor, StepInput};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
 use pagemill_backend::Collective;
+use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::StepOutput;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,10 +22,15 @@ pub(crate) const MAX_MICRO_BATCHES: usize = 32;
 /// How often a waiting `collect` looks for a rank that failed without a word to the others.
 const FAILURE_POLL: Duration = Duration::from_millis(100);
 
+/// How long an executor that ends waits for what other processes still compute.
+const LAST_OUTPUTS: Duration = Duration::from_secs(2);
+
 /// Runs plans on the ranks' worker threads.
 pub struct PipelineExecutor {
     /// Stage by stage.
     ranks: Vec<RankThread>,
+    /// Plans for the ranks of other processes.
+    remote_inputs: Option<Sender<Arc<StepInput>>>,
     /// From the last stage's first rank.
     outputs: Receiver<Result<StepOutput, EngineError>>,
     /// What the first rank to fail said.
@@ -38,15 +45,18 @@ pub struct PipelineExecutor {
     tuning: Arc<[MicroBatchSample]>,
 }
 
-/// A worker's own thread. Ends when its input closes, at its first error, and at a panic.
+/// A worker's own thread, or what is known of a rank elsewhere. A thread ends when its input closes, at its
+/// first error, and at a panic.
 struct RankThread {
-    /// `None` only while dropping.
+    /// `None` for a rank of another process, and while dropping.
     inputs: Option<Sender<Arc<StepInput>>>,
     thread: Option<JoinHandle<()>>,
     meter: Arc<RankMeter>,
     stage: usize,
     rank: usize,
     num_layers: usize,
+    /// Its meter's busy time when the tuning ended.
+    busy_us_at_start: u64,
 }
 
 /// What a rank counts, read from outside while it works.
@@ -65,7 +75,7 @@ struct RankLoop {
     name: String,
     inputs: Receiver<Arc<StepInput>>,
     /// On the last stage's first rank.
-    outputs: Option<Sender<Result<StepOutput, EngineError>>>,
+    outputs: Option<OutputSender>,
     failure: Arc<OnceLock<String>>,
     collective: Arc<dyn Collective>,
 }
@@ -80,28 +90,49 @@ impl PipelineExecutor {
         let collective = collective.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
-        let mut ranks = Vec::with_capacity(workers.len());
-        for (at, worker) in workers.into_iter().enumerate() {
-            let (input_sender, inputs) = bounded(MAX_MICRO_BATCHES);
-            let (stage, rank) = (worker.stage().index, worker.rank());
-            let name = format!("stage {stage}, rank {rank}");
-            let (meter, num_layers) = (worker.meter(), worker.stage().layers.len());
-            let rank_loop = RankLoop {
-                outputs: worker.is_output_rank().then(|| output_sender.clone()),
-                collective: worker.collective(),
-                worker,
-                inputs,
-                failure: Arc::clone(&failure),
-                name: name.clone(),
-            };
-            let thread = std::thread::Builder::new()
-                .name(format!("pagemill-rank-{at}"))
-                .spawn(move || rank_loop.run())
-                .map_err(|error| EngineError::Internal(format!("no thread for {name}: {error}")))?;
-            ranks.push(RankThread { inputs: Some(input_sender), thread: Some(thread), meter, stage, rank, num_layers });
+        let ranks = workers
+            .into_iter()
+            .enumerate()
+            .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
+            .collect::<Result<_, _>>()?;
+        Ok(Self::over(ranks, None, outputs, failure, collective))
+    }
+
+    /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
+    ///
+    /// # Errors
+    /// The system gave no thread, or the ranks are not the mode's.
+    pub(crate) fn start_among(
+        worker: Worker,
+        remote: RemoteRanks,
+        stages: &[Stage],
+        mode: ParallelMode,
+    ) -> Result<Self, EngineError> {
+        let RemoteRanks { inputs, output_sender, outputs, failure, meters } = remote;
+        if meters.len() + 1 != mode.num_ranks() || stages.len() != mode.pipeline_parallel {
+            let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
+            return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
         }
-        Ok(Self {
+        let collective = worker.collective();
+        let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
+        ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
+            let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
+            let num_layers = stages[stage].layers.len();
+            RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
+        }));
+        Ok(Self::over(ranks, Some(inputs), outputs, failure, collective))
+    }
+
+    fn over(
+        ranks: Vec<RankThread>,
+        remote_inputs: Option<Sender<Arc<StepInput>>>,
+        outputs: Receiver<Result<StepOutput, EngineError>>,
+        failure: Arc<OnceLock<String>>,
+        collective: Arc<dyn Collective>,
+    ) -> Self {
+        Self {
             ranks,
+            remote_inputs,
             outputs,
             failure,
             collective,
@@ -110,7 +141,7 @@ impl PipelineExecutor {
             active_since: None,
             active: Duration::ZERO,
             tuning: Arc::new([]),
-        })
+        }
     }
 
     /// Stages of the pipeline.
@@ -127,7 +158,21 @@ impl PipelineExecutor {
     pub(crate) fn finish_tuning(&mut self, samples: &[MicroBatchSample]) {
         self.tuning = samples.into();
         self.active = Duration::ZERO;
-        self.ranks.iter().for_each(|rank| rank.meter.busy_us.store(0, Ordering::Relaxed));
+        for rank in &mut self.ranks {
+            rank.busy_us_at_start = rank.meter.busy_us.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Lets what is in flight come home, so that the other processes can end in order.
+    fn await_last_outputs(&mut self) {
+        let deadline = Instant::now() + LAST_OUTPUTS;
+        while self.in_flight > 0 && self.failure.get().is_none() {
+            match self.outputs.recv_timeout(FAILURE_POLL) {
+                Ok(Ok(_)) => self.in_flight -= 1,
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
+                Ok(Err(_)) | Err(_) => return,
+            }
+        }
     }
 
     fn lost_rank(&self) -> EngineError {
@@ -138,9 +183,10 @@ impl PipelineExecutor {
 impl Executor for PipelineExecutor {
     fn submit(&mut self, input: StepInput) -> Result<(), EngineError> {
         let input = Arc::new(input);
-        for rank in &self.ranks {
-            let sent = rank.inputs.as_ref().is_some_and(|inputs| inputs.send(Arc::clone(&input)).is_ok());
-            if !sent {
+        // Those that are farther away first.
+        let channels = self.remote_inputs.iter().chain(self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()));
+        for inputs in channels {
+            if self.failure.get().is_some() || inputs.send(Arc::clone(&input)).is_err() {
                 return Err(self.lost_rank());
             }
         }
@@ -168,6 +214,10 @@ impl Executor for PipelineExecutor {
         Ok(output)
     }
 
+    fn check(&self) -> Result<(), EngineError> {
+        self.failure.get().map_or(Ok(()), |_| Err(self.lost_rank()))
+    }
+
     fn max_in_flight(&self) -> usize {
         self.max_in_flight
     }
@@ -180,7 +230,7 @@ impl Executor for PipelineExecutor {
         let active = self.active + self.active_since.map_or(Duration::ZERO, |since| since.elapsed());
         let stages = self.ranks.iter().filter(|rank| rank.rank == 0).map(|rank| StageStatus {
             num_layers: rank.num_layers,
-            busy_us: rank.meter.busy_us.load(Ordering::Relaxed),
+            busy_us: rank.meter.busy_us.load(Ordering::Relaxed).saturating_sub(rank.busy_us_at_start),
         });
         PipelineStatus {
             num_ranks: self.ranks.len(),
@@ -194,9 +244,13 @@ impl Executor for PipelineExecutor {
 
 impl Drop for PipelineExecutor {
     fn drop(&mut self) {
+        if self.remote_inputs.is_some() {
+            self.await_last_outputs();
+        }
         if self.in_flight > 0 {
             self.collective.abort("the engine has stopped");
         }
+        self.remote_inputs = None;
         // All inputs first: a rank may wait for another one.
         self.ranks.iter_mut().for_each(|rank| rank.inputs = None);
         for rank in &mut self.ranks {
@@ -205,6 +259,34 @@ impl Drop for PipelineExecutor {
                 let _ = thread.join();
             }
         }
+    }
+}
+
+impl RankThread {
+    fn start(
+        at: usize,
+        worker: Worker,
+        outputs: &OutputSender,
+        failure: &Arc<OnceLock<String>>,
+    ) -> Result<Self, EngineError> {
+        let (input_sender, inputs) = bounded(MAX_MICRO_BATCHES);
+        let (stage, rank) = (worker.stage().index, worker.rank());
+        let name = format!("stage {stage}, rank {rank}");
+        let (meter, num_layers) = (worker.meter(), worker.stage().layers.len());
+        let rank_loop = RankLoop {
+            outputs: worker.is_output_rank().then(|| outputs.clone()),
+            collective: worker.collective(),
+            worker,
+            inputs,
+            failure: Arc::clone(failure),
+            name: name.clone(),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("pagemill-rank-{at}"))
+            .spawn(move || rank_loop.run())
+            .map_err(|error| EngineError::Internal(format!("no thread for {name}: {error}")))?;
+        let inputs = Some(input_sender);
+        Ok(Self { inputs, thread: Some(thread), meter, stage, rank, num_layers, busy_us_at_start: 0 })
     }
 }
 

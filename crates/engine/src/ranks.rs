@@ -95,6 +95,22 @@ impl BringUp<'_> {
         ready.into_iter().map(|rank| rank.ok_or_else(gone)).collect()
     }
 
+    /// Loads one rank, whose peers are brought up elsewhere at the same time, on the calling thread.
+    ///
+    /// # Errors
+    /// Its own failure or a peer's; its peers are woken and give up.
+    pub(crate) fn run_one(
+        &self,
+        cx: &RankContext,
+        stage: &Stage,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<ReadyRank, EngineError> {
+        let largest = largest_step(self.limits, self.config.block_size, cx.backend.logits_rows());
+        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, &largest, progress)))
+            .unwrap_or_else(|panic| Err(panicked(&*panic)))
+            .inspect_err(|error| cx.collective.abort(&format!("a rank could not start: {error}")))
+    }
+
     fn bring_up_caught(
         &self,
         cx: &RankContext,
@@ -106,9 +122,8 @@ impl BringUp<'_> {
             counter.total.store(progress.bytes_total, Ordering::Relaxed);
             counter.done.store(progress.bytes_done, Ordering::Relaxed);
         };
-        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, largest, &tell))).unwrap_or_else(|panic| {
-            Err(EngineError::Internal(format!("a rank panicked while loading: {}", panic_message(&*panic))))
-        })
+        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, largest, &tell)))
+            .unwrap_or_else(|panic| Err(panicked(&*panic)))
     }
 
     /// Loads one rank and rehearses the largest step on a pool that holds just that step: what it leaves
@@ -134,6 +149,10 @@ impl BringUp<'_> {
         rehearsed?;
         Ok(ReadyRank { worker, weight_bytes, workspace_bytes: cx.backend.workspace().0 as u64 })
     }
+}
+
+fn panicked(panic: &(dyn std::any::Any + Send)) -> EngineError {
+    EngineError::Internal(format!("a rank panicked while loading: {}", panic_message(panic)))
 }
 
 fn tell(counters: &[Progress], progress: &dyn Fn(LoadProgress)) {

@@ -7,15 +7,22 @@ pub(crate) use crate::check::{
 };
 use crate::{BackendError, DeviceBuffer, Tensor};
 
-/// The tensor's elements, if it is an f32 tensor of this device.
-pub(crate) fn elements<'a>(op: &'static str, x: &'a Tensor) -> Result<&'a [f32], BackendError> {
+/// The tensor's elements, if it is an f32 tensor of the CPU device: for collectives that move them
+/// elsewhere. Free.
+///
+/// # Errors
+/// A tensor of another device or type; names `op`.
+pub fn elements<'a>(op: &'static str, x: &'a Tensor) -> Result<&'a [f32], BackendError> {
     let buffer = cpu_buffer(op, x.buffer())?;
     ensure_f32(op, x)?;
     Ok(&buffer.bytes().as_f32()[..x.rows() * x.cols()])
 }
 
-/// The tensor's elements, if it is an f32 tensor of this device.
-pub(crate) fn elements_mut<'a>(op: &'static str, x: &'a mut Tensor) -> Result<&'a mut [f32], BackendError> {
+/// As [`elements`], to be written.
+///
+/// # Errors
+/// As [`elements`].
+pub fn elements_mut<'a>(op: &'static str, x: &'a mut Tensor) -> Result<&'a mut [f32], BackendError> {
     ensure_f32(op, x)?;
     let len = x.rows() * x.cols();
     let buffer = x.buffer_mut().as_any_mut().downcast_mut::<CpuBuffer>().and_then(CpuBuffer::bytes_mut);

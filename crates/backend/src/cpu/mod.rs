@@ -47,6 +47,7 @@ mod neon_attention;
 #[cfg(target_arch = "aarch64")]
 mod neon_linear;
 
+pub use check::{elements as host_elements, elements_mut as host_elements_mut};
 pub use isa::Isa;
 #[doc(hidden)]
 pub use quant::bench_access;

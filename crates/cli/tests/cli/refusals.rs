@@ -246,3 +246,21 @@ fn a_cache_folder_that_cannot_be() {
     let said = finish(pagemill(&file.join("cache")).args(["pull", "smollm2-135m"]));
     assert_refused(&said, &["cache folder", "file/cache"]);
 }
+
+/// A launcher's processes that cannot belong together must not become several servers.
+#[test]
+fn a_launcher_that_started_something_else() {
+    let cache = tempfile::tempdir().unwrap();
+    let cases: &[(&[(&str, &str)], &str)] = &[
+        (&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")], "mpirun started 4 processes"),
+        (&[("OMPI_COMM_WORLD_RANK", "1")], "OMPI_COMM_WORLD_SIZE is not"),
+        (&[("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")], "run mpirun on the leader"),
+        #[cfg(not(feature = "mpi"))]
+        (&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")], "built without MPI"),
+    ];
+    for (variables, part) in cases {
+        let mut command = pagemill(cache.path());
+        command.args(["serve", &model(), "--port", "0", "--tensor-parallel", "2"]).envs(variables.iter().copied());
+        assert_refused(&finish(&mut command), &[part]);
+    }
+}
