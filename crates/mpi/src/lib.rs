@@ -1,7 +1,7 @@
 //! Ranks as processes, over several hosts: which process is which rank, what they tell each other, and how
 //! the loss of one ends all.
 //!
-//! Two ways between processes, and a reason for two (`docs/decisions/0008-ranks-as-processes.md`): plans,
+//! Two ways between processes, and a reason for two (`docs/decisions/0011-ranks-as-processes.md`): plans,
 //! outputs and heartbeats are [`frame`]s over TCP, where a lost process shows at once; tensors travel by MPI
 //! (`collective`, under the feature `link`). Rank 0 is the [`leader`]: it owns the scheduler; all others are
 //! [`follower`]s.
