@@ -301,33 +301,58 @@ __device__ __forceinline__ float final_weight(float2 max_sum, const float* sinks
     return sum > 0.0f ? 1.0f / sum : 0.0f;
 }
 
+/// Four neighbouring elements of the result, times `weight`.
+template <int E>
+__device__ __forceinline__ void store_output(const DecodeParams& p, uint32_t q_row, int head, int d, float4 x, float weight) {
+    const size_t at = static_cast<size_t>(q_row) * p.out_stride + head * E + d;
+    if (p.out_type == ACT_BF16) {
+        const uint2 packed = make_uint2(Bf16::pack(x.x * weight, x.y * weight), Bf16::pack(x.z * weight, x.w * weight));
+        *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = packed;
+    } else if (p.out_type == ACT_F16) {
+        const uint2 packed = make_uint2(F16::pack(x.x * weight, x.y * weight), F16::pack(x.z * weight, x.w * weight));
+        *reinterpret_cast<uint2*>(static_cast<__half*>(p.out) + at) = packed;
+    } else {
+        *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = make_float4(x.x * weight, x.y * weight, x.z * weight, x.w * weight);
+    }
+}
+
+/// (max, sum) of two partial results in one.
+__device__ __forceinline__ float2 merge_two(float2 a, float2 b) {
+    const float m = fmaxf(a.x, b.x);
+    const float from_a = a.x == -INFINITY ? 0.0f : a.y * exp2_approx(a.x - m);
+    const float from_b = b.x == -INFINITY ? 0.0f : b.y * exp2_approx(b.x - m);
+    return make_float2(m, from_a + from_b);
+}
+
 /// Combines the slots of a sequence in order: the last thread block to arrive does it.
 template <int E, int NT, int WARPS>
 __device__ void combine_slots(DecodeShared<E, NT, WARPS>& sh, const DecodeParams& p, const DecodePiece& piece, int head0, int heads) {
-    const int H = p.num_heads;
-    __syncthreads(); // everyone has read sh.o of the piece
-    for (int head = threadIdx.x; head < heads; head += WARPS * 32) {
-        auto read = [&](int i) { return __ldcg(&p.partial_max_sum[static_cast<size_t>(piece.first_slot + i) * H + head0 + head]); };
-        float2 total = merge_max_sum(piece.num_slots, read);
-        sh.weight[head] = make_float2(total.x, final_weight(total, p.sinks, head0 + head));
+    const size_t H = p.num_heads, first = piece.first_slot;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int head = warp; head < heads; head += WARPS) {
+        float2 total = make_float2(-INFINITY, 0.0f);
+#pragma unroll 4
+        for (uint32_t s = lane; s < piece.num_slots; s += 32)
+            total = merge_two(total, __ldcg(&p.partial_max_sum[(first + s) * H + head0 + head]));
+#pragma unroll
+        for (int step = 16; step > 0; step /= 2)
+            total = merge_two(total, make_float2(__shfl_xor_sync(~0u, total.x, step), __shfl_xor_sync(~0u, total.y, step)));
+        if (lane == 0) sh.weight[head] = make_float2(total.x, final_weight(total, p.sinks, head0 + head));
     }
     __syncthreads();
     for (int i = threadIdx.x; i < heads * (E / 4); i += WARPS * 32) {
         const int head = i / (E / 4), d = (i % (E / 4)) * 4;
         const float2 weight = sh.weight[head];
+        const float* from = p.partial_out + (first * H + head0 + head) * E + d;
+        const float2* max_sum = p.partial_max_sum + first * H + head0 + head;
         float4 acc = make_float4(0, 0, 0, 0);
-#pragma unroll 8
+#pragma unroll 16
         for (uint32_t s = 0; s < piece.num_slots; ++s) {
-            const size_t row = static_cast<size_t>(piece.first_slot + s) * H + head0 + head;
-            const float4 x = __ldcg(reinterpret_cast<const float4*>(p.partial_out + row * E + d));
-            const float part = exp2_approx(__ldcg(&p.partial_max_sum[row]).x - weight.x);
+            const float4 x = __ldcg(reinterpret_cast<const float4*>(from + s * H * E));
+            const float part = exp2_approx(__ldcg(&max_sum[s * H]).x - weight.x);
             acc.x += part * x.x, acc.y += part * x.y, acc.z += part * x.z, acc.w += part * x.w;
         }
-        const size_t at = static_cast<size_t>(piece.q_row) * p.out_stride + (head0 + head) * E + d;
-        store_activation(p.out, at, p.out_type, acc.x * weight.y);
-        store_activation(p.out, at + 1, p.out_type, acc.y * weight.y);
-        store_activation(p.out, at + 2, p.out_type, acc.z * weight.y);
-        store_activation(p.out, at + 3, p.out_type, acc.w * weight.y);
+        store_output<E>(p, piece.q_row, head0 + head, d, acc, weight.y);
     }
 }
 
@@ -349,12 +374,7 @@ __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS>& sh, con
             acc.x += part * x.x, acc.y += part * x.y, acc.z += part * x.z, acc.w += part * x.w;
         }
         if (whole) {
-            const float weight = final_weight(total, p.sinks, head0 + head);
-            const size_t at = static_cast<size_t>(piece.q_row) * p.out_stride + (head0 + head) * E + d;
-            store_activation(p.out, at, p.out_type, acc.x * weight);
-            store_activation(p.out, at + 1, p.out_type, acc.y * weight);
-            store_activation(p.out, at + 2, p.out_type, acc.z * weight);
-            store_activation(p.out, at + 3, p.out_type, acc.w * weight);
+            store_output<E>(p, piece.q_row, head0 + head, d, acc, final_weight(total, p.sinks, head0 + head));
         } else {
             const size_t row = static_cast<size_t>(piece.slot) * p.num_heads + head0 + head;
             *reinterpret_cast<float4*>(p.partial_out + row * E + d) = acc;
@@ -388,9 +408,11 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
     const uint32_t offset_mask = (1u << p.block_size_log2) - 1;
     const char* pool = static_cast<const char*>(p.kv) + kv_head * head_bytes;
 
-    wait_for_previous_kernel();
     const uint32_t piece_begin = p.piece_start[blockIdx.x], piece_end = p.piece_start[blockIdx.x + 1];
-    if (piece_begin >= piece_end) return;
+    if (piece_begin >= piece_end) {
+        wait_for_previous_kernel();
+        return;
+    }
 
     TileRegisters<E> r;
     TileCursor cur;
@@ -412,10 +434,19 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) load_v_row<E>(r.v[i], v_tile + (2 * c + (i & 1) + (i / 2) * 8) * (E * 2), g);
     };
-    if (cur.valid) {
+    // The plan, the tables and the cache of earlier steps were there long before the previous kernel, which
+    // makes this step's q, k and v: only a tile that holds the newest token has to wait for it.
+    const bool any = cur.valid;
+    bool early = false;
+    if (any) {
         locate();
-        load_k();
-        load_v();
+        early = (cur.tile + 1) * TILE_TOKENS < p.pieces[cur.piece].kv_len;
+        if (early) load_k(), load_v();
+    }
+    wait_for_previous_kernel();
+    release_next_kernel();
+    if (any) {
+        if (!early) load_k(), load_v();
         advance<WARPS>(cur, piece_end, warp, p);
     }
 
@@ -451,7 +482,6 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
         __syncthreads();
         finish_piece<E, NT, WARPS>(sh, p, piece, head0, heads);
     }
-    release_next_kernel();
 }
 
 } // namespace pagemill

@@ -19,6 +19,7 @@ constexpr float LOG2_E = 1.4426950408889634f;
 /// bf16 elements: conversion, packing, and the tensor-core step.
 struct Bf16 {
     using Element = __nv_bfloat16;
+    static constexpr bool IS_BF16 = true;
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
         uint32_t out;
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
@@ -38,6 +39,7 @@ struct Bf16 {
 /// f16 elements, same face as `Bf16`.
 struct F16 {
     using Element = __half;
+    static constexpr bool IS_BF16 = false;
     static __device__ __forceinline__ uint32_t pack(float low, float high) {
         uint32_t out;
         asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));

@@ -91,6 +91,7 @@ __device__ __forceinline__ void linear_small(const LinearParams& p) {
         for (int j = 0; j < S; ++j) load_w(j);
     }
     wait_for_previous_kernel();
+    release_next_kernel();
     if (has_chunks) {
 #pragma unroll
         for (int j = 0; j < S; ++j) load_x(j);
@@ -118,7 +119,6 @@ __device__ __forceinline__ void linear_small(const LinearParams& p) {
             }
             step();
         }
-        if (tile + gridDim.x >= tiles) release_next_kernel();
 #pragma unroll
         for (int r = 0; r < RT; ++r)
 #pragma unroll
