@@ -356,6 +356,13 @@ __device__ void combine_slots(DecodeShared<E, NT, WARPS>& sh, const DecodeParams
     }
 }
 
+/// Adds one, with the stores before it visible to whoever reads the sum.
+__device__ __forceinline__ uint32_t count_arrival(uint32_t* counter) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 /// Merges the warps' results of a finished piece, and writes the output or the piece's slot.
 template <int E, int NT, int WARPS>
 __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS>& sh, const DecodeParams& p, const DecodePiece& piece,
@@ -382,14 +389,13 @@ __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS>& sh, con
         }
     }
     if (whole) return;
-    __threadfence();
+    // The barrier and then one thread's release at the device's scope publish all threads' stores.
     __syncthreads();
     if (threadIdx.x == 0) {
         uint32_t* arrivals = p.arrivals + static_cast<size_t>(piece.first_slot) * gridDim.y + blockIdx.y;
-        const bool last = atomicAdd(arrivals, 1) == piece.num_slots - 1;
+        const bool last = count_arrival(arrivals) == piece.num_slots - 1;
         if (last) *arrivals = 0;
         sh.is_last = last;
-        __threadfence();
     }
     __syncthreads();
     if (sh.is_last) combine_slots(sh, p, piece, head0, heads);

@@ -34,8 +34,6 @@ template <int N> __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 
 // ---- barriers and copies ---------------------------------------------------------------------------------
 
-__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
-
 __device__ __forceinline__ void barrier_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(bar)), "r"(arrivals) : "memory");
 }

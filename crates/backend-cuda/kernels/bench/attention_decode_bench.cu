@@ -66,6 +66,20 @@ static Plan fixed(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks
     return plan;
 }
 
+/// Every sequence in equal pieces of at most `longest` tiles, one thread block a piece.
+static Plan split(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t longest) {
+    Plan plan;
+    for (auto& s : seqs) {
+        uint32_t first = first_tile(s, window), end = end_tile(s), n = (end - first + longest - 1) / longest;
+        std::vector<uint32_t> cuts;
+        for (uint32_t i = 0; i <= n; ++i) cuts.push_back(first + uint64_t(end - first) * i / n);
+        add_cuts(plan, s, cuts);
+    }
+    for (uint32_t i = 0; i <= blocks; ++i) plan.start.push_back(std::min<uint32_t>(i, plan.pieces.size()));
+    plan.start.back() = plan.pieces.size();
+    return plan;
+}
+
 struct Kernel { const char* type; int e, heads; void (*run)(DecodeParams); size_t shared; int warps, blocks; };
 #define K1(T, NAME, E, NT, B) {#T, E, NT * 8, attention_decode_##T##_e##E##_h##NAME, sizeof(pagemill::DecodeShared<E, NT, DECODE_WARPS>), DECODE_WARPS, B}
 #ifdef DECODE_ONLY_128
@@ -184,8 +198,8 @@ static void check_all(int sms) {
     printf("attention_decode: %d checks, %d failed\n", count, failures);
 }
 
-static void time_shape(const Kernel& k, int S, uint32_t len, int B, bool deterministic, bool overlap, int sms, uint32_t min_tiles) {
-    const int K = 8, G = 4, H = 32, E = 128, sets = std::max<int>(1, std::min<uint64_t>(16, (600u << 20) / (uint64_t(S) * len * 4096)));
+static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* mode, bool overlap, int sms, uint32_t min_tiles) {
+    const int K = 8, H = 32, E = 128, sets = std::max<int>(1, std::min<uint64_t>(16, (600u << 20) / (uint64_t(S) * len * 4096)));
     uint32_t per = (len + B - 1) / B, blocks = per * S * sets;
     std::vector<uint32_t> table(blocks);
     std::iota(table.begin(), table.end(), 0);
@@ -197,20 +211,22 @@ static void time_shape(const Kernel& k, int S, uint32_t len, int B, bool determi
     p.q = q.ptr, p.out = out.ptr, p.q_type = p.out_type = 2, p.kv = pool.ptr, p.block_table = d_table.ptr, p.scale = 0.0883883f;
     p.num_heads = H, p.num_kv_heads = K, p.block_size_log2 = log2_of(B), p.q_stride = p.out_stride = H * E;
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    uint32_t grid_x = sms * k.blocks / K;
+    uint32_t grid_x = sms * k.blocks / K * (mode[0] == 's' ? 2 : 1);
     std::vector<Device> devices;
     devices.reserve(sets);
     for (int set = 0; set < sets; ++set) {
         std::vector<Seq> seqs;
         for (int i = 0; i < S; ++i) seqs.push_back({uint32_t(i), uint32_t(set * S + i) * per, len});
-        devices.emplace_back(deterministic ? fixed(seqs, 0, grid_x, 32) : balanced(seqs, 0, grid_x, min_tiles), H, E, K);
+        Plan plan = mode[0] == 'f' ? fixed(seqs, 0, grid_x, min_tiles) : mode[0] == 's' ? split(seqs, 0, grid_x, min_tiles) : balanced(seqs, 0, grid_x, min_tiles);
+        if (mode[0] == 's' && plan.pieces.size() > grid_x) return;
+        devices.emplace_back(plan, H, E, K);
     }
     double us = graph_time_us(std::max(sets, 16), [&](cudaStream_t st, int i) {
         devices[i % sets].set(p);
         launch(k.run, dim3(grid_x, K), dim3(k.warps * 32), k.shared, st, overlap, p);
     });
     double bytes = double(S) * len * K * E * 4;
-    printf("%4d x %5u B %3d det %d pdl %d min %u warps %d blocks %d: %8.2f us %6.2f TB/s\n", S, len, B, deterministic, overlap, min_tiles, k.warps, k.blocks, us, bytes / us / 1e6);
+    printf("%4d x %5u B %3d %s pdl %d tiles %u warps %d blocks %d: %8.2f us %6.2f TB/s\n", S, len, B, mode, overlap, min_tiles, k.warps, k.blocks, us, bytes / us / 1e6);
 }
 
 int main() {
@@ -227,16 +243,17 @@ int main() {
     if (failures) return 1;
     for (auto& k : KERNELS) {
         if (k.e != 128 || k.heads != 8 || strcmp(k.type, "bf16")) continue;
-        struct { int s; uint32_t len; } shapes[] = {{64, 4096}, {256, 1024}, {1, 32768}, {1, 4096}, {16, 15360}, {64, 256}};
-        for (auto& s : shapes)
-            for (int B : {16, 64}) {
-                if (B == 16) time_shape(k, s.s, s.len, B, false, false, sms, k.warps);
-                time_shape(k, s.s, s.len, B, false, true, sms, k.warps);
-            }
-        time_shape(k, 64, 4096, 16, true, true, sms, k.warps);
-        time_shape(k, 1, 32768, 16, true, true, sms, k.warps);
-        time_shape(k, 1, 4096, 16, true, true, sms, k.warps);
-        for (uint32_t min : {8, 16}) time_shape(k, 1, 4096, 16, false, true, sms, min), time_shape(k, 64, 256, 16, false, true, sms, min);
+        struct { int s; uint32_t len; } shapes[] = {{64, 4096}, {256, 1024}, {1, 32768}, {1, 4096}, {16, 15360}};
+        for (auto& s : shapes) {
+            for (int overlap = 0; overlap < 2; ++overlap) time_shape(k, s.s, s.len, 16, "balanced", overlap, sms, 8);
+            time_shape(k, s.s, s.len, 64, "balanced", true, sms, 8);
+            time_shape(k, s.s, s.len, 16, "fixed", true, sms, 32);
+        }
+        struct { int s; uint32_t len; } small[] = {{1, 256}, {8, 256}, {32, 256}, {64, 256}, {64, 384}, {128, 256}, {256, 256}, {8, 1024}, {32, 1024}, {8, 4096}};
+        for (auto& s : small) {
+            for (uint32_t tiles : {8, 16}) time_shape(k, s.s, s.len, 16, "balanced", true, sms, tiles);
+            for (uint32_t tiles : {8, 16, 32}) time_shape(k, s.s, s.len, 16, "split", true, sms, tiles);
+        }
     }
     return 0;
 }

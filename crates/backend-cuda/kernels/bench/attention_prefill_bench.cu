@@ -103,6 +103,17 @@ static std::vector<PrefillTile> tiles_of(const std::vector<Seq>& seqs, int G, in
     return tiles;
 }
 
+/// The Hopper kernel's thread blocks stay; the other's take one tile each.
+static uint32_t grid_of(size_t work) {
+#ifdef PREFILL_ANY
+    return work;
+#else
+    cudaDeviceProp prop;
+    CHECK(cudaGetDeviceProperties(&prop, 0));
+    return std::min<size_t>(work, prop.multiProcessorCount);
+#endif
+}
+
 static uint32_t log2_of(uint32_t x) { uint32_t l = 0; while ((1u << l) < x) ++l; return l; }
 
 template <class T> static void check(const Kernel& k, int K, int G, int B, std::vector<std::pair<uint32_t, uint32_t>> lens, uint32_t window, float cap, bool sink, uint32_t io) {
@@ -139,9 +150,9 @@ template <class T> static void check(const Kernel& k, int K, int G, int B, std::
     }
     auto tiles = tiles_of(seqs, G, k.rows, window);
     Buffer<PrefillTile> d_tiles(tiles);
-    p.tiles = d_tiles.ptr;
+    p.tiles = d_tiles.ptr, p.num_work = tiles.size() * K;
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    launch(k.run, dim3(tiles.size() * K), dim3(k.threads), k.shared, 0, false, p);
+    launch(k.run, dim3(grid_of(tiles.size() * K)), dim3(k.threads), k.shared, 0, false, p);
     CHECK(cudaDeviceSynchronize());
     char what[200];
     snprintf(what, sizeof what, "prefill %s e%d K %d G %d B %d S %d q0 %u kv0 %u w %u cap %.0f sink %d io %u", k.type, E, K, G, B, S, lens[0].first, lens[0].second, window, cap, sink, io);
@@ -180,10 +191,10 @@ static void time_shape(const Kernel& k, int S, uint32_t q_len, uint32_t kv_len, 
     pool.fill(3, 1), q.fill(4, 1);
     PrefillParams p = {};
     p.kv_map = kv_map(pool.ptr, size_t(blocks) * 2 * K * B, E, B, true);
-    p.q = q.ptr, p.out = out.ptr, p.q_type = p.out_type = 2, p.kv = pool.ptr, p.block_table = d_table.ptr, p.scale = 1 / sqrtf(E), p.tiles = d_tiles.ptr;
+    p.q = q.ptr, p.out = out.ptr, p.q_type = p.out_type = 2, p.kv = pool.ptr, p.block_table = d_table.ptr, p.scale = 1 / sqrtf(E), p.tiles = d_tiles.ptr, p.num_work = tiles.size() * K;
     p.num_heads = H, p.num_kv_heads = K, p.block_size_log2 = log2_of(B), p.q_stride = p.out_stride = H * E;
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    double us = graph_time_us(4, [&](cudaStream_t st, int) { launch(k.run, dim3(tiles.size() * K), dim3(k.threads), k.shared, st, false, p); });
+    double us = graph_time_us(4, [&](cudaStream_t st, int) { launch(k.run, dim3(grid_of(tiles.size() * K)), dim3(k.threads), k.shared, st, false, p); });
     double offset = kv_len - q_len, visible = q_len * offset + q_len * (q_len + 1.0) / 2;
     printf("e%-3d %3d x q %5u kv %5u B %3d: %9.2f us %6.1f TFLOP/s\n", E, S, q_len, kv_len, B, us, 4.0 * H * E * visible * S / us / 1e6);
 }
