@@ -58,6 +58,7 @@ struct DecodeParams {
     uint32_t q_type;                 // ActivationType
     uint32_t out_type;               // ActivationType
 };
+static_assert(sizeof(DecodePiece) == 32 && sizeof(DecodeParams) == 120, "src/kernels/attention_decode.rs has the same structs");
 
 /// Where a warp's next tile lies: runs one tile ahead of the arithmetic, its block id one more.
 struct TileCursor {
@@ -247,6 +248,7 @@ template <int E, int NT, int WARPS> struct DecodeShared {
     float2 weight[HEADS];
     bool is_last;
 };
+static_assert(sizeof(DecodeShared<128, 1, 4>) == 19792, "src/kernels/attention_decode.rs counts the same bytes");
 
 template <class T, int E, int NT, int WARPS>
 __device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {

@@ -77,6 +77,14 @@ __device__ __forceinline__ void store_activation(void* base, size_t idx, uint32_
     else static_cast<__nv_bfloat16*>(base)[idx] = __float2bfloat16(x);
 }
 
+/// A gated layer's activation; the value the host passes.
+enum GateActivation : uint32_t { GATE_SILU = 0, GATE_GELU_TANH = 1 };
+
+__device__ __forceinline__ float gate_activation(float x, uint32_t which) {
+    if (which == GATE_SILU) return x / (1.0f + __expf(-x));
+    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+}
+
 // Loads of data that is read once (weights, KV): they bypass L1, and stay in program order among themselves.
 __device__ __forceinline__ uint4 stream16(const void* p) {
     uint4 v;

@@ -16,8 +16,6 @@
 
 namespace pagemill {
 
-enum GateActivation : uint32_t { GATE_SILU = 0, GATE_GELU_TANH = 1 };
-
 struct LinearParams {
     const void* x;        // [M, x_stride] elements of the weight's type
     const void* w;        // [N, C]; gated: the gate's rows
@@ -33,11 +31,7 @@ struct LinearParams {
     uint32_t y_type;      // ActivationType
     uint32_t activation;  // GateActivation
 };
-
-__device__ __forceinline__ float gate_activation(float x, uint32_t which) {
-    if (which == GATE_SILU) return x / (1.0f + __expf(-x));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-}
+static_assert(sizeof(LinearParams) == 80, "src/kernels/linear_small.rs has the same struct");
 
 template <class T, int MT, int RT, int S, int WARPS, bool GATED>
 __device__ __forceinline__ void linear_small(const LinearParams& p) {
@@ -162,11 +156,12 @@ __device__ __forceinline__ void linear_small(const LinearParams& p) {
     LINEAR_KERNEL(gated_bf16_t##MT##_r##RT##_s##S##_w##W##_b##B, Bf16, MT, RT, S, W, B, true)
 #include "bench/linear_variants.inc"
 #else
+// Up to 8 tokens: one thread block of 16 warps a multiprocessor; up to 16: two of 8 (measured best, NOTES.md).
 #define LINEAR_KERNELS(name, T)                                                                                     \
-    LINEAR_KERNEL(name##_m8, T, 1, 1, 8, 8, 2, false)                                                               \
-    LINEAR_KERNEL(name##_m16, T, 2, 2, 4, 8, 2, false)                                                              \
-    LINEAR_KERNEL(gated_##name##_m8, T, 1, 1, 8, 8, 2, true)                                                        \
-    LINEAR_KERNEL(gated_##name##_m16, T, 2, 2, 4, 8, 2, true)
+    LINEAR_KERNEL(name##_m8, T, 1, 1, 8, 16, 1, false)                                                              \
+    LINEAR_KERNEL(name##_m16, T, 2, 1, 4, 8, 2, false)                                                              \
+    LINEAR_KERNEL(gated_##name##_m8, T, 1, 1, 8, 16, 1, true)                                                       \
+    LINEAR_KERNEL(gated_##name##_m16, T, 2, 1, 4, 8, 2, true)
 LINEAR_KERNELS(bf16, Bf16)
 LINEAR_KERNELS(f16, F16)
 #endif

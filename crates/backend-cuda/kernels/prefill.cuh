@@ -37,6 +37,7 @@ struct PrefillParams {
     uint32_t out_type;           // ActivationType
     uint32_t num_work;           // tiles * K: work w is tile w / K for KV head w % K
 };
+static_assert(sizeof(PrefillTile) == 20 && sizeof(PrefillParams) == 256, "src/kernels/attention_prefill.rs has the same structs");
 
 /// What a thread block works on: its tile, and the key steps [step_begin, step_end) it walks downwards.
 template <int ROWS, int KEYS> struct PrefillWork {

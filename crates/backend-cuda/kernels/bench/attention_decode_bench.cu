@@ -23,7 +23,7 @@ static void add_cuts(Plan& plan, const Seq& s, const std::vector<uint32_t>& cuts
     if (n > 1) plan.slots += n;
 }
 
-static Plan balanced(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t min_tiles) {
+static Plan equal_shares(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t min_tiles) {
     Plan plan;
     uint64_t total = 0;
     for (auto& s : seqs) total += end_tile(s) - first_tile(s, window);
@@ -47,6 +47,34 @@ static Plan balanced(const std::vector<Seq>& seqs, uint32_t window, uint32_t blo
     return plan;
 }
 
+/// Every sequence in equal pieces of at most `longest` tiles, one thread block a piece.
+static Plan one_piece_a_block(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t longest) {
+    Plan plan;
+    for (auto& s : seqs) {
+        uint32_t first = first_tile(s, window), end = end_tile(s), n = (end - first + longest - 1) / longest;
+        std::vector<uint32_t> cuts;
+        for (uint32_t i = 0; i <= n; ++i) cuts.push_back(first + uint64_t(end - first) * i / n);
+        add_cuts(plan, s, cuts);
+    }
+    for (uint32_t i = 0; i <= blocks; ++i) plan.start.push_back(std::min<uint32_t>(i, plan.pieces.size()));
+    return plan;
+}
+
+static Plan balanced(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t min_tiles) {
+    uint64_t total = 0;
+    uint32_t most = min_tiles;
+    for (auto& s : seqs) total += end_tile(s) - first_tile(s, window), most = std::max(most, end_tile(s) - first_tile(s, window));
+    uint32_t even = std::max<uint32_t>(min_tiles, (total + blocks - 1) / blocks), longest = min_tiles;
+    auto pieces = [&](uint32_t l) {
+        uint64_t n = 0;
+        for (auto& s : seqs) n += (end_tile(s) - first_tile(s, window) + l - 1) / l;
+        return n;
+    };
+    while (longest < most && pieces(longest) > blocks) ++longest;
+    if (seqs.size() <= blocks && longest <= even + 8) return one_piece_a_block(seqs, window, blocks, longest);
+    return equal_shares(seqs, window, blocks, min_tiles);
+}
+
 static Plan fixed(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t chunk) {
     Plan plan;
     uint64_t total = 0;
@@ -63,20 +91,6 @@ static Plan fixed(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks
         while (i < plan.pieces.size() && at < c * total / blocks) at += plan.pieces[i].tile_end - plan.pieces[i].tile_begin, ++i;
         plan.start.push_back(c == blocks ? plan.pieces.size() : i);
     }
-    return plan;
-}
-
-/// Every sequence in equal pieces of at most `longest` tiles, one thread block a piece.
-static Plan split(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t longest) {
-    Plan plan;
-    for (auto& s : seqs) {
-        uint32_t first = first_tile(s, window), end = end_tile(s), n = (end - first + longest - 1) / longest;
-        std::vector<uint32_t> cuts;
-        for (uint32_t i = 0; i <= n; ++i) cuts.push_back(first + uint64_t(end - first) * i / n);
-        add_cuts(plan, s, cuts);
-    }
-    for (uint32_t i = 0; i <= blocks; ++i) plan.start.push_back(std::min<uint32_t>(i, plan.pieces.size()));
-    plan.start.back() = plan.pieces.size();
     return plan;
 }
 
@@ -171,7 +185,7 @@ template <class T> static void check(const Kernel& k, int K, int G, int B, std::
         CHECK(cudaMemcpy(d_table.ptr, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     }
     uint32_t grid_y = K * ((G + k.heads - 1) / k.heads), grid_x = std::max<uint32_t>(1, sms * k.blocks / grid_y);
-    Plan plan = deterministic ? fixed(seqs, window, grid_x, 32) : balanced(seqs, window, grid_x, k.warps);
+    Plan plan = deterministic ? fixed(seqs, window, grid_x, 32) : balanced(seqs, window, grid_x, 2 * k.warps);
     Device d(plan, H, E, grid_y);
     d.set(p);
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
@@ -211,14 +225,13 @@ static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* 
     p.q = q.ptr, p.out = out.ptr, p.q_type = p.out_type = 2, p.kv = pool.ptr, p.block_table = d_table.ptr, p.scale = 0.0883883f;
     p.num_heads = H, p.num_kv_heads = K, p.block_size_log2 = log2_of(B), p.q_stride = p.out_stride = H * E;
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    uint32_t grid_x = sms * k.blocks / K * (mode[0] == 's' ? 2 : 1);
+    uint32_t grid_x = sms * k.blocks / K;
     std::vector<Device> devices;
     devices.reserve(sets);
     for (int set = 0; set < sets; ++set) {
         std::vector<Seq> seqs;
         for (int i = 0; i < S; ++i) seqs.push_back({uint32_t(i), uint32_t(set * S + i) * per, len});
-        Plan plan = mode[0] == 'f' ? fixed(seqs, 0, grid_x, min_tiles) : mode[0] == 's' ? split(seqs, 0, grid_x, min_tiles) : balanced(seqs, 0, grid_x, min_tiles);
-        if (mode[0] == 's' && plan.pieces.size() > grid_x) return;
+        Plan plan = mode[0] == 'f' ? fixed(seqs, 0, grid_x, min_tiles) : mode[0] == 'e' ? equal_shares(seqs, 0, grid_x, min_tiles) : balanced(seqs, 0, grid_x, min_tiles);
         devices.emplace_back(plan, H, E, K);
     }
     double us = graph_time_us(std::max(sets, 16), [&](cudaStream_t st, int i) {
@@ -251,8 +264,8 @@ int main() {
         }
         struct { int s; uint32_t len; } small[] = {{1, 256}, {8, 256}, {32, 256}, {64, 256}, {64, 384}, {128, 256}, {256, 256}, {8, 1024}, {32, 1024}, {8, 4096}};
         for (auto& s : small) {
-            for (uint32_t tiles : {8, 16}) time_shape(k, s.s, s.len, 16, "balanced", true, sms, tiles);
-            for (uint32_t tiles : {8, 16, 32}) time_shape(k, s.s, s.len, 16, "split", true, sms, tiles);
+            for (uint32_t tiles : {4, 8, 16}) time_shape(k, s.s, s.len, 16, "balanced", true, sms, tiles);
+            time_shape(k, s.s, s.len, 16, "equal shares", true, sms, 8);
         }
     }
     return 0;

@@ -1,0 +1,447 @@
+// y [M, N] = x [M, C] · W [N, C]^T with W in GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K), repacked at load.
+// Decides how quantised weights become tensor-core operands; the host (`src/kernels/linear_quant.rs`) repacks
+// and picks the variant. Knows no layer.
+//
+// Letters: M tokens, N output features, C input features. A strip is 32 elements of C, a k tile four strips.
+// Repacked layout: [N / 16][C / 128] tiles of 16 rows, quants first, then scales; inside, lane (g, c) of a warp
+// finds its 8 elements of each strip of row g, then of row g + 8, in one word (fragments.cuh). Elements behind C
+// and rows behind N have scale 0.
+//
+// Nothing is multiplied out before the product. A nibble n becomes the bf16 number 128 + n by one mask and one
+// or (the mantissa's lowest bit weighs 1 there), which is exact; the tensor cores sum t = Σ (128 + n) x over the
+// strip, and a product with ones gives s = Σ x. With a scale d and an offset e that hold for the whole strip,
+// Σ w x = d t + (e - 128 d) s, in f32: rounding happens in x alone. Q8_0 is two nibbles, Q6_K has six bits in
+// one number and takes its scale every 16 elements.
+//
+// Up to 16 tokens: as linear_small.cu, warps share a row tile by cutting C. Above: 64 tokens by 64 rows a thread
+// block, x staged through shared memory.
+#include "fragments.cuh"
+
+namespace pagemill {
+
+struct QuantParams {
+    const void* x;        // [M, x_stride] bf16
+    const void* w;        // repacked tiles
+    const float* bias;    // [N] or null (not gated)
+    const void* residual; // [M, y_stride] elements of y_type, added, or null; may be y
+    void* y;              // [M, y_stride] elements of y_type
+    uint32_t m;
+    uint32_t n;           // outputs; gated: W has 2 n rows, in tiles of 8 of the gate and 8 of up
+    uint32_t c;           // multiple of 32
+    uint32_t x_stride;
+    uint32_t y_stride;
+    uint32_t y_type;      // ActivationType
+    uint32_t activation;  // GateActivation
+};
+static_assert(sizeof(QuantParams) == 72, "src/kernels/linear_quant.rs has the same struct");
+
+constexpr uint32_t NIBBLES = 0x000f000f, BIASED = 0x43004300, ONES = 0x3f803f80;
+
+__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+__device__ __forceinline__ float half_of(uint32_t pair, int i) { return i == 0 ? F16::low(pair) : F16::high(pair); }
+/// Four pairs of 128 + nibble.
+__device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t word) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pair[i] = ((word >> (4 * i)) & NIBBLES) | BIASED;
+}
+
+// A format: `Raw` is what a lane holds of a tile; `pairs` gives the four operand words of a strip's row half;
+// `scale` gives d and e of Σ w x = d Σ q x + e Σ x.
+
+struct Q4_0 {
+    static constexpr int TILE_BYTES = 1024 + 128, GROUPS = 1;
+    static constexpr bool TWO_PLANES = false;
+    struct Raw { uint4 q[2]; uint2 s[2]; };
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.s[h] = wanted ? stream8(tile + 1024 + (lane / 4 + h * 8) * 8) : make_uint2(0, 0);
+    }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
+        d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
+        e = -136.0f * d;
+    }
+};
+
+struct Q8_0 {
+    static constexpr int TILE_BYTES = 2048 + 128, GROUPS = 1;
+    static constexpr bool TWO_PLANES = true;
+    struct Raw { uint4 q[2][2]; uint2 s[2]; };
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+#pragma unroll
+            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = stream16_if(tile + plane * 1024 + h * 512 + lane * 16, wanted);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.s[h] = wanted ? stream8(tile + 2048 + (lane / 4 + h * 8) * 8) : make_uint2(0, 0);
+    }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane) {
+        spread_nibbles(p, word_of(r.q[plane][h], strip));
+    }
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
+        d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
+        e = -2304.0f * d; // 128 of the low plane, 16 * 128 of the high one, 128 of the sign
+    }
+};
+
+struct Q4_1 {
+    static constexpr int TILE_BYTES = 1024 + 256, GROUPS = 1;
+    static constexpr bool TWO_PLANES = false;
+    struct Raw { uint4 q[2]; uint4 s[2]; };
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.s[h] = stream16_if(tile + 1024 + (lane / 4 + h * 8) * 16, wanted);
+    }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
+        const uint32_t dm = word_of(r.s[h], strip);
+        d = F16::low(dm);
+        e = F16::high(dm) - 128.0f * d;
+    }
+};
+
+struct Q4_K {
+    static constexpr int TILE_BYTES = 1024 + 192, GROUPS = 1;
+    static constexpr bool TWO_PLANES = false;
+    struct Raw { uint4 q[2]; uint32_t dm[2], sc[2], mn[2]; };
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const char* at = tile + 1024 + (lane / 4 + h * 8) * 4;
+            r.dm[h] = wanted ? stream4(at) : 0, r.sc[h] = wanted ? stream4(at + 64) : 0, r.mn[h] = wanted ? stream4(at + 128) : 0;
+        }
+    }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
+        d = F16::low(r.dm[h]) * static_cast<float>((r.sc[h] >> (8 * strip)) & 0xff);
+        e = -F16::high(r.dm[h]) * static_cast<float>((r.mn[h] >> (8 * strip)) & 0xff) - 128.0f * d;
+    }
+};
+
+struct Q6_K {
+    static constexpr int TILE_BYTES = 1024 + 512 + 128 + 32, GROUPS = 2;
+    static constexpr bool TWO_PLANES = false;
+    struct Raw { uint4 q[2]; uint2 top[2]; uint2 sc[2]; uint32_t d[2]; };
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = lane / 4 + h * 8;
+            r.top[h] = wanted ? stream8(tile + 1024 + h * 256 + lane * 8) : make_uint2(0, 0);
+            r.sc[h] = wanted ? stream8(tile + 1536 + row * 8) : make_uint2(0, 0);
+            r.d[h] = wanted ? stream4(tile + 1664 + row / 2 * 4) >> (row % 2 * 16) : 0;
+        }
+    }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) {
+        const uint32_t low = word_of(r.q[h], strip), top = strip < 2 ? r.top[h].x : r.top[h].y;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int at = strip % 2 * 8 + i * 2; // of this pair's two bits in each half
+            const uint32_t bits = at >= 4 ? top >> (at - 4) : top << (4 - at);
+            p[i] = ((low >> (4 * i)) & NIBBLES) | (bits & 0x00300030) | BIASED;
+        }
+    }
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& e) {
+        const uint32_t word = strip < 2 ? r.sc[h].x : r.sc[h].y;
+        d = F16::low(r.d[h]) * static_cast<float>(static_cast<int8_t>(word >> ((strip % 2 * 2 + group) * 8)));
+        e = -160.0f * d;
+    }
+};
+
+/// A lane's x of one strip and token as operand B: elements 8c .. 8c + 7, or 4c .. 4c + 3 of each half.
+template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, int c, bool wanted) {
+    if constexpr (F::GROUPS == 1) return cached16_if(strip + c * 16, wanted);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (wanted) {
+        const uint2 a = __ldg(reinterpret_cast<const uint2*>(strip + c * 8)), b = __ldg(reinterpret_cast<const uint2*>(strip + 32 + c * 8));
+        v = make_uint4(a.x, a.y, b.x, b.y);
+    }
+    return v;
+}
+
+/// One strip of 16 rows times MT * 8 tokens, added to `acc`.
+template <class F, int MT>
+__device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typename F::Raw& r, int strip, const uint4 (&x)[MT]) {
+    constexpr int PLANES = F::TWO_PLANES ? 2 : 1;
+    uint32_t a[PLANES][2][4];
+#pragma unroll
+    for (int plane = 0; plane < PLANES; ++plane) {
+        uint32_t low[4], high[4];
+        F::pairs(low, r, strip, 0, plane);
+        F::pairs(high, r, strip, 1, plane);
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+            a[plane][step][0] = low[step * 2], a[plane][step][1] = high[step * 2];
+            a[plane][step][2] = low[step * 2 + 1], a[plane][step][3] = high[step * 2 + 1];
+        }
+    }
+    const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
+#pragma unroll
+    for (int group = 0; group < F::GROUPS; ++group) {
+        float d[2], e[2];
+        F::scale(r, strip, group, 0, d[0], e[0]);
+        F::scale(r, strip, group, 1, d[1], e[1]);
+#pragma unroll
+        for (int t = 0; t < MT; ++t) {
+            float q[PLANES][4] = {}, s[4] = {};
+#pragma unroll
+            for (int step = 0; step < 2; ++step) {
+                if (F::GROUPS == 2 && step != group) continue;
+                const uint32_t b0 = step == 0 ? x[t].x : x[t].z, b1 = step == 0 ? x[t].y : x[t].w;
+#pragma unroll
+                for (int plane = 0; plane < PLANES; ++plane) Bf16::mma(q[plane], a[plane][step], b0, b1);
+                Bf16::mma(s, ones, b0, b1);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float sum = q[0][i];
+                if constexpr (PLANES == 2) sum += 16.0f * q[1][i];
+                acc[t][i] += d[i / 2] * sum + e[i / 2] * s[i % 2];
+            }
+        }
+    }
+}
+
+template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinline__ void linear_quant_small(const QuantParams& p) {
+    constexpr int OUT_ROWS = GATED ? 8 : 16, SUMS = MT * 128;
+    __shared__ __align__(16) float partial[2][WARPS][SUMS];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const uint32_t row_tiles = (p.n + OUT_ROWS - 1) / OUT_ROWS, k_tiles = (p.c + 127) / 128, strips = p.c / 32;
+    const char* x_row = static_cast<const char*>(p.x) + static_cast<size_t>(g) * p.x_stride * 2;
+
+    typename F::Raw raw[S];
+    uint32_t load_row = blockIdx.x, load_k = warp;
+    auto load = [&](int j) {
+        const size_t tile = static_cast<size_t>(load_row) * k_tiles + load_k;
+        F::load(raw[j], static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane, load_row < row_tiles && load_k < k_tiles);
+        load_k += WARPS;
+        if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x;
+    };
+    if (static_cast<uint32_t>(warp) < k_tiles) {
+#pragma unroll
+        for (int j = 0; j < S; ++j) load(j);
+    }
+    wait_for_previous_kernel();
+    release_next_kernel();
+
+    float acc[MT][4] = {};
+    int buffer = 0;
+    uint32_t row_tile = blockIdx.x, k_tile = warp;
+    auto finish = [&] {
+#pragma unroll
+        for (int t = 0; t < MT; ++t) {
+            *reinterpret_cast<float4*>(&partial[buffer][warp][t * 128 + lane * 4]) = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+            acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = 0.0f;
+        }
+        __syncthreads();
+        constexpr int OUTPUTS = GATED ? SUMS / 2 : SUMS;
+        for (int o = threadIdx.x; o < OUTPUTS; o += WARPS * 32) {
+            const int i = GATED ? o / 2 * 4 + o % 2 : o, at = i / 4 % 32, reg = i % 4;
+            const uint32_t token = i / 128 * 8 + at % 4 * 2 + reg % 2, row = row_tile * OUT_ROWS + at / 4 + reg / 2 * 8;
+            if (token >= p.m || row >= p.n) continue;
+            const size_t y_at = static_cast<size_t>(token) * p.y_stride + row;
+            const float residual = p.residual != nullptr ? load_activation(p.residual, y_at, p.y_type) : 0.0f;
+            float own = p.bias != nullptr ? p.bias[row] : 0.0f, up = 0.0f;
+#pragma unroll
+            for (int k = 0; k < WARPS; ++k) own += partial[buffer][k][i];
+            if constexpr (GATED) {
+#pragma unroll
+                for (int k = 0; k < WARPS; ++k) up += partial[buffer][k][i + 2];
+                own = gate_activation(own, p.activation) * up;
+            }
+            store_activation(p.y, y_at, p.y_type, residual + own);
+        }
+        buffer ^= 1;
+    };
+    // A warp's tiles in the order they were asked for: slot j holds the j-th, and is refilled at once.
+    while (row_tile < row_tiles) {
+#pragma unroll
+        for (int j = 0; j < S; ++j) {
+            if (row_tile >= row_tiles) break;
+            if (k_tile < k_tiles) {
+#pragma unroll
+                for (int strip = 0; strip < 4; ++strip) {
+                    const uint32_t index = k_tile * 4 + strip;
+                    uint4 x[MT];
+#pragma unroll
+                    for (int t = 0; t < MT; ++t)
+                        x[t] = load_x<F>(x_row + t * (p.x_stride * 16) + static_cast<size_t>(index) * 64, c, index < strips && t * 8 + g < p.m);
+                    strip_product<F, MT>(acc, raw[j], strip, x);
+                }
+                load(j);
+            }
+            k_tile += WARPS;
+            if (k_tile >= k_tiles) {
+                finish();
+                k_tile = warp, row_tile += gridDim.x;
+            }
+        }
+    }
+}
+
+// ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
+
+constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_WARPS = ROW_WARPS * K_GROUPS;
+constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 3;
+static_assert(K_GROUPS == 2, "one k group's sums are added to the other's");
+
+template <class F> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p, bool gated) {
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    constexpr int MT = TILE_TOKENS / 8;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const int row_warp = warp % ROW_WARPS, k_group = warp / ROW_WARPS, group_thread = threadIdx.x % (ROW_WARPS * 32);
+    const uint32_t w_rows = gated ? 2 * p.n : p.n, row_tiles = (w_rows + 15) / 16, k_tiles = (p.c + 127) / 128;
+    const uint32_t row_tile = blockIdx.x * ROW_WARPS + row_warp, token0 = blockIdx.y * TILE_TOKENS;
+    const uint32_t steps = (k_tiles + K_GROUPS - 1) / K_GROUPS; // of every k group, the last may find nothing
+    unsigned char* x_stages = shared_bytes + k_group * X_STAGES * X_STAGE_BYTES;
+    const char* w_row = static_cast<const char*>(p.w) + static_cast<size_t>(min(row_tile, row_tiles - 1)) * k_tiles * F::TILE_BYTES;
+
+    typename F::Raw raw[2];
+    auto load_w = [&](int slot, uint32_t step) {
+        const uint32_t k_tile = step * K_GROUPS + k_group;
+        F::load(raw[slot], w_row + static_cast<size_t>(k_tile) * F::TILE_BYTES, lane, k_tile < k_tiles);
+    };
+    auto request_x = [&](uint32_t step) {
+        const uint32_t k_tile = step * K_GROUPS + k_group, to = shared_address(x_stages + step % X_STAGES * X_STAGE_BYTES);
+#pragma unroll
+        for (int i = group_thread; i < TILE_TOKENS * 16; i += ROW_WARPS * 32) {
+            const uint32_t token = token0 + i / 16, k = k_tile * 128 + i % 16 * 8;
+            const bool wanted = token < p.m && k < p.c;
+            const char* from = static_cast<const char*>(p.x) + (wanted ? (static_cast<size_t>(token) * p.x_stride + k) * 2 : 0);
+            copy16_async(to + i / 16 * X_ROW_BYTES + i % 16 * 16, from, wanted);
+        }
+        commit_copies();
+    };
+    load_w(0, 0);
+    wait_for_previous_kernel();
+    release_next_kernel();
+    request_x(0);
+    if (steps > 1) request_x(1);
+    else commit_copies();
+
+    float acc[MT][4] = {};
+    for (uint32_t step = 0; step < steps; ++step) {
+        await_copies<1>();
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + k_group), "r"(ROW_WARPS * 32) : "memory");
+        if (step + 2 < steps) request_x(step + 2);
+        else commit_copies();
+        if (step + 1 < steps) load_w(1, step + 1);
+        const unsigned char* x_stage = x_stages + step % X_STAGES * X_STAGE_BYTES + g * X_ROW_BYTES;
+#pragma unroll
+        for (int strip = 0; strip < 4; ++strip) {
+            uint4 x[MT];
+#pragma unroll
+            for (int t = 0; t < MT; ++t) {
+                const unsigned char* at = x_stage + t * 8 * X_ROW_BYTES + strip * 64;
+                if constexpr (F::GROUPS == 1) {
+                    x[t] = *reinterpret_cast<const uint4*>(at + c * 16);
+                } else {
+                    const uint2 a = *reinterpret_cast<const uint2*>(at + c * 8), b = *reinterpret_cast<const uint2*>(at + 32 + c * 8);
+                    x[t] = make_uint4(a.x, a.y, b.x, b.y);
+                }
+            }
+            strip_product<F, MT>(acc, raw[0], strip, x);
+        }
+        raw[0] = raw[1];
+    }
+    await_copies<0>();
+    __syncthreads();
+    // The second k group's sums pass through shared memory to the first.
+    float* sums = reinterpret_cast<float*>(shared_bytes) + row_warp * MT * 128;
+    if (k_group == 1) {
+#pragma unroll
+        for (int t = 0; t < MT; ++t) *reinterpret_cast<float4*>(sums + t * 128 + lane * 4) = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+    }
+    __syncthreads();
+    if (k_group == 1 || row_tile >= row_tiles) return;
+#pragma unroll
+    for (int t = 0; t < MT; ++t) {
+        const float4 other = *reinterpret_cast<const float4*>(sums + t * 128 + lane * 4);
+        const float total[4] = {acc[t][0] + other.x, acc[t][1] + other.y, acc[t][2] + other.z, acc[t][3] + other.w};
+#pragma unroll
+        for (int i = 0; i < (gated ? 2 : 4); ++i) {
+            const uint32_t token = token0 + t * 8 + 2 * c + i % 2, row = row_tile * (gated ? 8 : 16) + g + i / 2 * 8;
+            if (token >= p.m || row >= p.n) continue;
+            const size_t y_at = static_cast<size_t>(token) * p.y_stride + row;
+            float own = total[i] + (p.bias != nullptr ? p.bias[row] : 0.0f);
+            if (gated) own = gate_activation(own, p.activation) * total[i + 2];
+            if (p.residual != nullptr) own += load_activation(p.residual, y_at, p.y_type);
+            store_activation(p.y, y_at, p.y_type, own);
+        }
+    }
+}
+
+/// Writes W as bf16 rows [rows, C], for products with many tokens: one warp a tile.
+template <class F> __device__ __forceinline__ void dequantise(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c_len) {
+    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const uint32_t k_tiles = (c_len + 127) / 128, row_tiles = (rows + 15) / 16;
+    const size_t tile = static_cast<size_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+    if (tile >= static_cast<size_t>(row_tiles) * k_tiles) return;
+    typename F::Raw r;
+    F::load(r, w + tile * F::TILE_BYTES, lane, true);
+    const uint32_t k0 = static_cast<uint32_t>(tile % k_tiles) * 128;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+        const uint32_t row = static_cast<uint32_t>(tile / k_tiles) * 16 + g + h * 8;
+        if (row >= rows) continue;
+#pragma unroll
+        for (int strip = 0; strip < 4; ++strip) {
+            if (k0 + strip * 32 >= c_len) break;
+            uint32_t pair[4], top[4] = {}, packed[4];
+            F::pairs(pair, r, strip, h, 0);
+            if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float d, e;
+                F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, e);
+                float low = Bf16::low(pair[i]), high = Bf16::high(pair[i]);
+                if constexpr (F::TWO_PLANES) low += 16.0f * Bf16::low(top[i]), high += 16.0f * Bf16::high(top[i]);
+                packed[i] = Bf16::pack(d * low + e, d * high + e);
+            }
+            __nv_bfloat16* to = out + static_cast<size_t>(row) * c_len + k0 + strip * 32;
+            if constexpr (F::GROUPS == 1) {
+                *reinterpret_cast<uint4*>(to + c * 8) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+            } else {
+                *reinterpret_cast<uint2*>(to + c * 4) = make_uint2(packed[0], packed[1]);
+                *reinterpret_cast<uint2*>(to + 16 + c * 4) = make_uint2(packed[2], packed[3]);
+            }
+        }
+    }
+}
+
+} // namespace pagemill
+
+#define QUANT_SMALL(name, F, MT, S, GATED)                                                                          \
+    extern "C" __global__ void __launch_bounds__(512, 1)                                                            \
+        linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
+        pagemill::linear_quant_small<pagemill::F, MT, S, 16, GATED>(p);                                             \
+    }
+#define QUANT_MEDIUM(name, F, GATED)                                                                                \
+    extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_WARPS * 32, 1)                                    \
+        linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
+        pagemill::linear_quant_medium<pagemill::F>(p, GATED);                                                       \
+    }
+// S8 and S16: tiles a warp keeps in flight up to 8 and up to 16 tokens; as many as registers hold.
+#define QUANT_KERNELS(name, F, S8, S16)                                                                             \
+    QUANT_SMALL(name##_m8, F, 1, S8, false)                                                                         \
+    QUANT_SMALL(name##_m16, F, 2, S16, false)                                                                       \
+    QUANT_SMALL(gated_##name##_m8, F, 1, S8, true)                                                                  \
+    QUANT_SMALL(gated_##name##_m16, F, 2, S16, true)                                                                \
+    QUANT_MEDIUM(name##_m64, F, false)                                                                              \
+    QUANT_MEDIUM(gated_##name##_m64, F, true)                                                                       \
+    extern "C" __global__ void __launch_bounds__(256)                                                               \
+        dequantise_##name(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c) {                           \
+        pagemill::dequantise<pagemill::F>(w, out, rows, c);                                                         \
+    }
+QUANT_KERNELS(q4_0, Q4_0, 4, 3)
+QUANT_KERNELS(q4_1, Q4_1, 4, 2)
+QUANT_KERNELS(q8_0, Q8_0, 2, 1)
+QUANT_KERNELS(q4_k, Q4_K, 4, 2)
+QUANT_KERNELS(q6_k, Q6_K, 2, 1)
