@@ -7,8 +7,8 @@
 // A tile is 128 rows of one KV head; row r of a sequence is query token r / G, head r % G of the group. So K and V
 // are read once for all heads of a group, and a chunk of a few tokens still fills the tile.
 //
-// Thread blocks stay and take tile after tile, in snake order over the list, which is sorted by cost. Three
-// warpgroups: one feeds (a warp brings K and V, the others the queries of the tile after this one), two compute
+// Thread blocks stay and take tile after tile, as the host shared them out (one KV head after the other, so that
+// its K and V stay in the L2 cache while they are read by all; equal loads). Three warpgroups: one feeds (a warp brings K and V, the others the queries of the tile after this one), two compute
 // 64 rows each over 128 keys at a time, from the newest keys to the oldest. Inside a warpgroup the product with V of one step runs under the softmax of the next
 // (S = Q K^T of the next step is issued first); between the two, named barriers make one's softmax run under
 // the other's products (FlashAttention-3, Shah et al. 2024, without its fp8 part).
@@ -39,13 +39,17 @@ template <int E> struct PrefillShared {
 
 static_assert(sizeof(PrefillShared<128>) + 1024 == 198656, "src/kernels/attention_prefill.rs counts the same bytes");
 
-/// The tiles of a thread block, in order: there and back again over the list.
+/// The work of a thread block, in order.
 struct Turns {
-    uint32_t round = 0, total;
-    __device__ __forceinline__ explicit Turns(uint32_t num_work) : total(num_work) {}
-    __device__ __forceinline__ uint32_t index() const { return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
-    __device__ __forceinline__ bool done() const { return index() >= total; }
-    __device__ __forceinline__ bool last() const { Turns next = *this; return ++next.round, next.done(); }
+    const uint32_t* work;
+    uint32_t count, round = 0;
+    __device__ __forceinline__ explicit Turns(const PrefillParams& p) {
+        const uint32_t begin = __ldg(p.work_start + blockIdx.x);
+        work = p.work + begin, count = __ldg(p.work_start + blockIdx.x + 1) - begin;
+    }
+    __device__ __forceinline__ uint32_t index() const { return __ldg(work + round); }
+    __device__ __forceinline__ bool done() const { return round >= count; }
+    __device__ __forceinline__ bool last() const { return round + 1 >= count; }
 };
 
 constexpr int Q_THREADS = 96; // warps 1 to 3 of the feeding warpgroup
@@ -290,7 +294,7 @@ template <class T, int E> __device__ __forceinline__ void attention_prefill(cons
     __syncthreads();
     wait_for_previous_kernel();
     release_next_kernel();
-    Turns turns(p.num_work);
+    Turns turns(p);
     if (warpgroup == 0) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         if (thread < 32) {

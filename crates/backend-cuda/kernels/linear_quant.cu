@@ -7,14 +7,15 @@
 // finds its 8 elements of each strip of row g, then of row g + 8, in one word (fragments.cuh). Elements behind C
 // and rows behind N have scale 0.
 //
-// Nothing is multiplied out before the product. A nibble n becomes the bf16 number 128 + n by one mask and one
-// or (the mantissa's lowest bit weighs 1 there), which is exact; the tensor cores sum t = Σ (128 + n) x over the
-// strip, and a product with ones gives s = Σ x. With a scale d and an offset e that hold for the whole strip,
-// Σ w x = d t + (e - 128 d) s, in f32: rounding happens in x alone. Q8_0 is two nibbles, Q6_K has six bits in
-// one number and takes its scale every 16 elements.
+// A nibble n becomes the bf16 number 128 + n by one mask and one or (the mantissa's lowest bit weighs 1 there),
+// which is exact. Up to 16 tokens nothing is multiplied out before the product: the tensor cores sum
+// t = Σ (128 + n) x over a strip, and a second product with a constant takes the offset away (or, with ones, gives
+// s = Σ x for the formats with minima); scale and minimum are applied to the sums, in f32, so that rounding happens
+// in x alone. Q8_0 is two nibbles, Q6_K has six bits in one number and takes its scale every 16 elements. Warps
+// share a row tile by cutting C, as in linear_small.cu.
 //
-// Up to 16 tokens: as linear_small.cu, warps share a row tile by cutting C. Above: 64 tokens by 64 rows a thread
-// block, x staged through shared memory.
+// Above, 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied out
+// to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be.
 #include "fragments.cuh"
 
 namespace pagemill {
@@ -46,17 +47,19 @@ __device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t wor
 }
 
 // A format: `Raw` is what a lane holds of a tile; `pairs` gives the four operand words of a strip's row half;
-// `scale` gives d and e of Σ w x = d Σ q x + e Σ x.
+// `scale` gives d and e of w = d q + e for the operands q. CENTRE, where it is not 0, is the bf16 pair that takes the
+// offset away: then w = d (q + CENTRE), counted once, on the last plane.
 
 struct Q4_0 {
     static constexpr int TILE_BYTES = 1024 + 128, GROUPS = 1;
     static constexpr bool TWO_PLANES = false;
+    static constexpr uint32_t CENTRE = 0xc308c308; // -136
     struct Raw { uint4 q[2]; uint2 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = wanted ? stream8(tile + 1024 + (lane / 4 + h * 8) * 8) : make_uint2(0, 0);
+        for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 1024 + (lane / 4 + h * 8) * 8);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
@@ -68,14 +71,15 @@ struct Q4_0 {
 struct Q8_0 {
     static constexpr int TILE_BYTES = 2048 + 128, GROUPS = 1;
     static constexpr bool TWO_PLANES = true;
+    static constexpr uint32_t CENTRE = 0xc310c310; // -144: the high plane counts 16 times
     struct Raw { uint4 q[2][2]; uint2 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = stream16_if(tile + plane * 1024 + h * 512 + lane * 16, wanted);
+            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = stream16(tile + plane * 1024 + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = wanted ? stream8(tile + 2048 + (lane / 4 + h * 8) * 8) : make_uint2(0, 0);
+        for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 2048 + (lane / 4 + h * 8) * 8);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane) {
         spread_nibbles(p, word_of(r.q[plane][h], strip));
@@ -89,12 +93,13 @@ struct Q8_0 {
 struct Q4_1 {
     static constexpr int TILE_BYTES = 1024 + 256, GROUPS = 1;
     static constexpr bool TWO_PLANES = false;
+    static constexpr uint32_t CENTRE = 0; // minima instead
     struct Raw { uint4 q[2]; uint4 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = stream16_if(tile + 1024 + (lane / 4 + h * 8) * 16, wanted);
+        for (int h = 0; h < 2; ++h) r.s[h] = stream16(tile + 1024 + (lane / 4 + h * 8) * 16);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
@@ -107,14 +112,15 @@ struct Q4_1 {
 struct Q4_K {
     static constexpr int TILE_BYTES = 1024 + 192, GROUPS = 1;
     static constexpr bool TWO_PLANES = false;
+    static constexpr uint32_t CENTRE = 0; // minima instead
     struct Raw { uint4 q[2]; uint32_t dm[2], sc[2], mn[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const char* at = tile + 1024 + (lane / 4 + h * 8) * 4;
-            r.dm[h] = wanted ? stream4(at) : 0, r.sc[h] = wanted ? stream4(at + 64) : 0, r.mn[h] = wanted ? stream4(at + 128) : 0;
+            r.dm[h] = stream4(at), r.sc[h] = stream4(at + 64), r.mn[h] = stream4(at + 128);
         }
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
@@ -127,16 +133,17 @@ struct Q4_K {
 struct Q6_K {
     static constexpr int TILE_BYTES = 1024 + 512 + 128 + 32, GROUPS = 2;
     static constexpr bool TWO_PLANES = false;
+    static constexpr uint32_t CENTRE = 0xc320c320; // -160
     struct Raw { uint4 q[2]; uint2 top[2]; uint2 sc[2]; uint32_t d[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane, bool wanted) {
+    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16_if(tile + h * 512 + lane * 16, wanted);
+        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = lane / 4 + h * 8;
-            r.top[h] = wanted ? stream8(tile + 1024 + h * 256 + lane * 8) : make_uint2(0, 0);
-            r.sc[h] = wanted ? stream8(tile + 1536 + row * 8) : make_uint2(0, 0);
-            r.d[h] = wanted ? stream4(tile + 1664 + row / 2 * 4) >> (row % 2 * 16) : 0;
+            r.top[h] = stream8(tile + 1024 + h * 256 + lane * 8);
+            r.sc[h] = stream8(tile + 1536 + row * 8);
+            r.d[h] = stream4(tile + 1664 + row / 2 * 4) >> (row % 2 * 16);
         }
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) {
@@ -156,14 +163,10 @@ struct Q6_K {
 };
 
 /// A lane's x of one strip and token as operand B: elements 8c .. 8c + 7, or 4c .. 4c + 3 of each half.
-template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, int c, bool wanted) {
-    if constexpr (F::GROUPS == 1) return cached16_if(strip + c * 16, wanted);
-    uint4 v = make_uint4(0, 0, 0, 0);
-    if (wanted) {
-        const uint2 a = __ldg(reinterpret_cast<const uint2*>(strip + c * 8)), b = __ldg(reinterpret_cast<const uint2*>(strip + 32 + c * 8));
-        v = make_uint4(a.x, a.y, b.x, b.y);
-    }
-    return v;
+template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, int c) {
+    if constexpr (F::GROUPS == 1) return __ldg(reinterpret_cast<const uint4*>(strip + c * 16));
+    const uint2 a = __ldg(reinterpret_cast<const uint2*>(strip + c * 8)), b = __ldg(reinterpret_cast<const uint2*>(strip + 32 + c * 8));
+    return make_uint4(a.x, a.y, b.x, b.y);
 }
 
 /// One strip of 16 rows times MT * 8 tokens, added to `acc`.
@@ -182,7 +185,8 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
             a[plane][step][2] = low[step * 2 + 1], a[plane][step][3] = high[step * 2 + 1];
         }
     }
-    const uint32_t ones[4] = {ONES, ONES, ONES, ONES};
+    constexpr uint32_t OTHER = F::CENTRE != 0 ? F::CENTRE : ONES;
+    const uint32_t other[4] = {OTHER, OTHER, OTHER, OTHER};
 #pragma unroll
     for (int group = 0; group < F::GROUPS; ++group) {
         float d[2], e[2];
@@ -195,15 +199,15 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
             for (int step = 0; step < 2; ++step) {
                 if (F::GROUPS == 2 && step != group) continue;
                 const uint32_t b0 = step == 0 ? x[t].x : x[t].z, b1 = step == 0 ? x[t].y : x[t].w;
+                Bf16::mma(F::CENTRE != 0 ? q[PLANES - 1] : s, other, b0, b1);
 #pragma unroll
                 for (int plane = 0; plane < PLANES; ++plane) Bf16::mma(q[plane], a[plane][step], b0, b1);
-                Bf16::mma(s, ones, b0, b1);
             }
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float sum = q[0][i];
-                if constexpr (PLANES == 2) sum += 16.0f * q[1][i];
-                acc[t][i] += d[i / 2] * sum + e[i / 2] * s[i % 2];
+                const float sum = PLANES == 2 ? fmaf(16.0f, q[PLANES - 1][i], q[0][i]) : q[0][i];
+                acc[t][i] = fmaf(d[i / 2], sum, acc[t][i]);
+                if constexpr (F::CENTRE == 0) acc[t][i] = fmaf(e[i / 2], s[i % 2], acc[t][i]);
             }
         }
     }
@@ -214,13 +218,17 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
     __shared__ __align__(16) float partial[2][WARPS][SUMS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const uint32_t row_tiles = (p.n + OUT_ROWS - 1) / OUT_ROWS, k_tiles = (p.c + 127) / 128, strips = p.c / 32;
-    const char* x_row = static_cast<const char*>(p.x) + static_cast<size_t>(g) * p.x_stride * 2;
+    // Columns behind the last token repeat it, and strips behind C repeat the last one at scale 0.
+    const char* x_row[MT];
+#pragma unroll
+    for (int t = 0; t < MT; ++t) x_row[t] = static_cast<const char*>(p.x) + static_cast<size_t>(min(t * 8 + g, p.m - 1)) * p.x_stride * 2;
 
     typename F::Raw raw[S];
     uint32_t load_row = blockIdx.x, load_k = warp;
     auto load = [&](int j) {
+        if (load_row >= row_tiles) return;
         const size_t tile = static_cast<size_t>(load_row) * k_tiles + load_k;
-        F::load(raw[j], static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane, load_row < row_tiles && load_k < k_tiles);
+        F::load(raw[j], static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane);
         load_k += WARPS;
         if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x;
     };
@@ -268,11 +276,10 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
             if (k_tile < k_tiles) {
 #pragma unroll
                 for (int strip = 0; strip < 4; ++strip) {
-                    const uint32_t index = k_tile * 4 + strip;
+                    const size_t at = static_cast<size_t>(min(k_tile * 4 + strip, strips - 1)) * 64;
                     uint4 x[MT];
 #pragma unroll
-                    for (int t = 0; t < MT; ++t)
-                        x[t] = load_x<F>(x_row + t * (p.x_stride * 16) + static_cast<size_t>(index) * 64, c, index < strips && t * 8 + g < p.m);
+                    for (int t = 0; t < MT; ++t) x[t] = load_x<F>(x_row[t] + at, c);
                     strip_product<F, MT>(acc, raw[j], strip, x);
                 }
                 load(j);
@@ -288,90 +295,112 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
 
 // ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
 
-constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_WARPS = ROW_WARPS * K_GROUPS;
+constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 4, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
 constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 3;
-static_assert(K_GROUPS == 2, "one k group's sums are added to the other's");
+
+/// The four words of a strip's row half as bf16 weights.
+template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words)[4], const typename F::Raw& r, int strip, int h) {
+    uint32_t pair[4], top[4];
+    F::pairs(pair, r, strip, h, 0);
+    if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        float d, e;
+        F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, e);
+        float low = Bf16::low(pair[i]), high = Bf16::high(pair[i]);
+        if constexpr (F::TWO_PLANES) low = fmaf(16.0f, Bf16::low(top[i]), low), high = fmaf(16.0f, Bf16::high(top[i]), high);
+        words[i] = Bf16::pack(fmaf(d, low, e), fmaf(d, high, e));
+    }
+}
 
 template <class F> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p, bool gated) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     constexpr int MT = TILE_TOKENS / 8;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int row_warp = warp % ROW_WARPS, k_group = warp / ROW_WARPS, group_thread = threadIdx.x % (ROW_WARPS * 32);
-    const uint32_t w_rows = gated ? 2 * p.n : p.n, row_tiles = (w_rows + 15) / 16, k_tiles = (p.c + 127) / 128;
+    const uint32_t w_rows = gated ? (p.n + 7) / 8 * 16 : p.n, row_tiles = (w_rows + 15) / 16, k_tiles = (p.c + 127) / 128;
     const uint32_t row_tile = blockIdx.x * ROW_WARPS + row_warp, token0 = blockIdx.y * TILE_TOKENS;
-    const uint32_t steps = (k_tiles + K_GROUPS - 1) / K_GROUPS; // of every k group, the last may find nothing
+    const uint32_t steps = (k_tiles - k_group + K_GROUPS - 1) / K_GROUPS; // of this k group: k tiles k_group, k_group + 4 ...
     unsigned char* x_stages = shared_bytes + k_group * X_STAGES * X_STAGE_BYTES;
     const char* w_row = static_cast<const char*>(p.w) + static_cast<size_t>(min(row_tile, row_tiles - 1)) * k_tiles * F::TILE_BYTES;
 
     typename F::Raw raw[2];
-    auto load_w = [&](int slot, uint32_t step) {
-        const uint32_t k_tile = step * K_GROUPS + k_group;
-        F::load(raw[slot], w_row + static_cast<size_t>(k_tile) * F::TILE_BYTES, lane, k_tile < k_tiles);
+    auto load_w = [&](typename F::Raw& to, uint32_t step) {
+        if (step < steps) F::load(to, w_row + static_cast<size_t>(step * K_GROUPS + k_group) * F::TILE_BYTES, lane);
     };
     auto request_x = [&](uint32_t step) {
         const uint32_t k_tile = step * K_GROUPS + k_group, to = shared_address(x_stages + step % X_STAGES * X_STAGE_BYTES);
 #pragma unroll
-        for (int i = group_thread; i < TILE_TOKENS * 16; i += ROW_WARPS * 32) {
-            const uint32_t token = token0 + i / 16, k = k_tile * 128 + i % 16 * 8;
-            const bool wanted = token < p.m && k < p.c;
-            const char* from = static_cast<const char*>(p.x) + (wanted ? (static_cast<size_t>(token) * p.x_stride + k) * 2 : 0);
-            copy16_async(to + i / 16 * X_ROW_BYTES + i % 16 * 16, from, wanted);
+        for (int i = 0; i < TILE_TOKENS * 16 / (ROW_WARPS * 32); ++i) {
+            const uint32_t row = group_thread / 16 + i * (ROW_WARPS * 2), chunk = group_thread % 16, k = k_tile * 128 + chunk * 8;
+            const bool wanted = step < steps && token0 + row < p.m && k < p.c;
+            const char* from = static_cast<const char*>(p.x) + (wanted ? (static_cast<size_t>(token0 + row) * p.x_stride + k) * 2 : 0);
+            copy16_async(to + row * X_ROW_BYTES + chunk * 16, from, wanted);
         }
         commit_copies();
     };
-    load_w(0, 0);
+    load_w(raw[0], 0);
     wait_for_previous_kernel();
     release_next_kernel();
     request_x(0);
-    if (steps > 1) request_x(1);
-    else commit_copies();
+    request_x(1);
 
     float acc[MT][4] = {};
     for (uint32_t step = 0; step < steps; ++step) {
         await_copies<1>();
-        asm volatile("bar.sync %0, %1;" ::"r"(1 + k_group), "r"(ROW_WARPS * 32) : "memory");
-        if (step + 2 < steps) request_x(step + 2);
-        else commit_copies();
-        if (step + 1 < steps) load_w(1, step + 1);
+        asm volatile("bar.sync %0, %1;" ::"r"(1 + k_group), "n"(ROW_WARPS * 32) : "memory");
+        request_x(step + 2);
+        load_w(raw[1], step + 1);
         const unsigned char* x_stage = x_stages + step % X_STAGES * X_STAGE_BYTES + g * X_ROW_BYTES;
 #pragma unroll
         for (int strip = 0; strip < 4; ++strip) {
-            uint4 x[MT];
+            uint32_t low[4], high[4];
+            multiply_out<F>(low, raw[0], strip, 0);
+            multiply_out<F>(high, raw[0], strip, 1);
+            const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
                 const unsigned char* at = x_stage + t * 8 * X_ROW_BYTES + strip * 64;
+                uint2 x0, x1;
                 if constexpr (F::GROUPS == 1) {
-                    x[t] = *reinterpret_cast<const uint4*>(at + c * 16);
+                    const uint4 x = *reinterpret_cast<const uint4*>(at + c * 16);
+                    x0 = make_uint2(x.x, x.y), x1 = make_uint2(x.z, x.w);
                 } else {
-                    const uint2 a = *reinterpret_cast<const uint2*>(at + c * 8), b = *reinterpret_cast<const uint2*>(at + 32 + c * 8);
-                    x[t] = make_uint4(a.x, a.y, b.x, b.y);
+                    x0 = *reinterpret_cast<const uint2*>(at + c * 8), x1 = *reinterpret_cast<const uint2*>(at + 32 + c * 8);
                 }
+                Bf16::mma(acc[t], a0, x0.x, x0.y);
+                Bf16::mma(acc[t], a1, x1.x, x1.y);
             }
-            strip_product<F, MT>(acc, raw[0], strip, x);
         }
         raw[0] = raw[1];
     }
     await_copies<0>();
     __syncthreads();
-    // The second k group's sums pass through shared memory to the first.
-    float* sums = reinterpret_cast<float*>(shared_bytes) + row_warp * MT * 128;
-    if (k_group == 1) {
+    // The other k groups' sums pass through shared memory to the first, which adds them in order.
+    float* sums = reinterpret_cast<float*>(shared_bytes) + row_warp * MT * 128 + lane * 4;
+    constexpr int GROUP_SUMS = ROW_WARPS * MT * 128;
+    if (k_group != 0) {
 #pragma unroll
-        for (int t = 0; t < MT; ++t) *reinterpret_cast<float4*>(sums + t * 128 + lane * 4) = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
+        for (int t = 0; t < MT; ++t)
+            *reinterpret_cast<float4*>(sums + (k_group - 1) * GROUP_SUMS + t * 128) = make_float4(acc[t][0], acc[t][1], acc[t][2], acc[t][3]);
     }
     __syncthreads();
-    if (k_group == 1 || row_tile >= row_tiles) return;
+    if (k_group != 0 || row_tile >= row_tiles) return;
 #pragma unroll
     for (int t = 0; t < MT; ++t) {
-        const float4 other = *reinterpret_cast<const float4*>(sums + t * 128 + lane * 4);
-        const float total[4] = {acc[t][0] + other.x, acc[t][1] + other.y, acc[t][2] + other.z, acc[t][3] + other.w};
 #pragma unroll
-        for (int i = 0; i < (gated ? 2 : 4); ++i) {
+        for (int other = 0; other < K_GROUPS - 1; ++other) {
+            const float4 more = *reinterpret_cast<const float4*>(sums + other * GROUP_SUMS + t * 128);
+            acc[t][0] += more.x, acc[t][1] += more.y, acc[t][2] += more.z, acc[t][3] += more.w;
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (gated && i >= 2) break;
             const uint32_t token = token0 + t * 8 + 2 * c + i % 2, row = row_tile * (gated ? 8 : 16) + g + i / 2 * 8;
             if (token >= p.m || row >= p.n) continue;
             const size_t y_at = static_cast<size_t>(token) * p.y_stride + row;
-            float own = total[i] + (p.bias != nullptr ? p.bias[row] : 0.0f);
-            if (gated) own = gate_activation(own, p.activation) * total[i + 2];
+            float own = acc[t][i] + (p.bias != nullptr ? p.bias[row] : 0.0f);
+            if (gated) own = gate_activation(own, p.activation) * acc[t][i % 2 + 2];
             if (p.residual != nullptr) own += load_activation(p.residual, y_at, p.y_type);
             store_activation(p.y, y_at, p.y_type, own);
         }
@@ -385,7 +414,7 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
     const size_t tile = static_cast<size_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (tile >= static_cast<size_t>(row_tiles) * k_tiles) return;
     typename F::Raw r;
-    F::load(r, w + tile * F::TILE_BYTES, lane, true);
+    F::load(r, w + tile * F::TILE_BYTES, lane);
     const uint32_t k0 = static_cast<uint32_t>(tile % k_tiles) * 128;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -394,17 +423,8 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
 #pragma unroll
         for (int strip = 0; strip < 4; ++strip) {
             if (k0 + strip * 32 >= c_len) break;
-            uint32_t pair[4], top[4] = {}, packed[4];
-            F::pairs(pair, r, strip, h, 0);
-            if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float d, e;
-                F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, e);
-                float low = Bf16::low(pair[i]), high = Bf16::high(pair[i]);
-                if constexpr (F::TWO_PLANES) low += 16.0f * Bf16::low(top[i]), high += 16.0f * Bf16::high(top[i]);
-                packed[i] = Bf16::pack(d * low + e, d * high + e);
-            }
+            uint32_t packed[4];
+            multiply_out<F>(packed, r, strip, h);
             __nv_bfloat16* to = out + static_cast<size_t>(row) * c_len + k0 + strip * 32;
             if constexpr (F::GROUPS == 1) {
                 *reinterpret_cast<uint4*>(to + c * 8) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
@@ -424,7 +444,7 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
         pagemill::linear_quant_small<pagemill::F, MT, S, 16, GATED>(p);                                             \
     }
 #define QUANT_MEDIUM(name, F, GATED)                                                                                \
-    extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_WARPS * 32, 1)                                    \
+    extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_THREADS, 1)                                    \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
         pagemill::linear_quant_medium<pagemill::F>(p, GATED);                                                       \
     }

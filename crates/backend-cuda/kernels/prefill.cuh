@@ -23,7 +23,9 @@ struct PrefillParams {
     void* out;                   // [T, out_stride] elements of out_type
     const void* kv;              // pool tensor
     const uint32_t* block_table; // all sequences, end to end
-    const PrefillTile* tiles;    // [num_work / K], costliest first
+    const PrefillTile* tiles;    // costliest first
+    const uint32_t* work;        // tile * K + KV head, thread block after thread block; null: thread block b does b
+    const uint32_t* work_start;  // [gridDim.x + 1] where each thread block's work starts
     const float* sinks;          // [H] or null
     float scale;                 // multiplies q·k
     float soft_cap;              // 0: none
@@ -35,7 +37,6 @@ struct PrefillParams {
     uint32_t out_stride;
     uint32_t q_type;             // ActivationType
     uint32_t out_type;           // ActivationType
-    uint32_t num_work;           // tiles * K: work w is tile w / K for KV head w % K
 };
 static_assert(sizeof(PrefillTile) == 20 && sizeof(PrefillParams) == 256, "src/kernels/attention_prefill.rs has the same structs");
 
@@ -45,6 +46,7 @@ template <int ROWS, int KEYS> struct PrefillWork {
     int kv_head, group;
     int step_begin, step_end;
     int first_visible; // smallest position any row sees
+    /// `index`: tile * K + KV head.
     __device__ __forceinline__ PrefillWork(const PrefillParams& p, uint32_t index) {
         tile = p.tiles[index / p.num_kv_heads];
         kv_head = index % p.num_kv_heads, group = p.num_heads / p.num_kv_heads;

@@ -78,6 +78,8 @@ inline double relative_error(const std::vector<float>& out, const std::vector<fl
 }
 
 inline int failures = 0;
+/// With any argument a bench only checks, fewer cases: for compute-sanitizer.
+inline bool brief = false;
 inline void expect(const char* what, double error, double limit) {
     bool ok = error <= limit;
     if (!ok) ++failures;

@@ -12,6 +12,8 @@ pub(crate) const TILE_TOKENS: u32 = 16;
 const WARPS: u32 = 4;
 /// The least a thread block is given where there is a choice: two tiles a warp.
 const MIN_TILES: u32 = 2 * WARPS;
+/// Where no sequence is longer than this, one tile a warp: few pieces then have to be combined.
+const SHORT_TILES: u32 = 32;
 /// A second piece in a thread block costs about as much as this many tiles (its merge, its slot, the arrival).
 const PIECE_COST_TILES: u32 = 8;
 /// Tiles of a chunk in a deterministic plan: 512 tokens.
@@ -286,14 +288,16 @@ impl DecodePlan {
     }
 }
 
-/// The shortest length, not below [`MIN_TILES`], such that pieces of at most that length number at most
+/// The shortest length, not below one or two tiles a warp, such that pieces of at most that length number at most
 /// `blocks`; `None` where there are more sequences than that.
 fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) -> Option<u32> {
     if seqs.len() > blocks as usize {
         return None;
     }
     let lengths = || seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| end - first);
-    let (mut low, mut high) = (MIN_TILES, lengths().max()?.max(MIN_TILES));
+    let most = lengths().max()?;
+    let least = if most <= SHORT_TILES { WARPS } else { MIN_TILES };
+    let (mut low, mut high) = (least, most.max(least));
     while low < high {
         let middle = low + (high - low) / 2;
         if lengths().map(|tiles| u64::from(tiles.div_ceil(middle))).sum::<u64>() <= u64::from(blocks) {

@@ -3,6 +3,8 @@
 //! and `kernels/attention_prefill_any.cu`.
 
 use super::{Half, Launch};
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 
 /// One sequence with new tokens, whose K and V are already in the cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,8 +50,12 @@ pub(crate) struct PrefillParams {
     pub(crate) kv: u64,
     /// `u32`, all sequences end to end.
     pub(crate) block_table: u64,
-    /// [`PrefillTile`]s as [`fill_tiles`] orders them.
+    /// [`PrefillWork::tiles`].
     pub(crate) tiles: u64,
+    /// [`PrefillWork::work`]; unread by the kernel for any chip.
+    pub(crate) work: u64,
+    /// [`PrefillWork::work_start`]; unread by the kernel for any chip.
+    pub(crate) work_start: u64,
     /// f32 `[H]`, or 0.
     pub(crate) sinks: u64,
     /// Multiplies q·k.
@@ -72,8 +78,6 @@ pub(crate) struct PrefillParams {
     pub(crate) q_type: u32,
     /// `ActivationType` of out.
     pub(crate) out_type: u32,
-    /// Tiles times K.
-    pub(crate) num_work: u32,
 }
 
 const _: () = assert!(size_of::<PrefillTile>() == 20 && size_of::<PrefillParams>() == 256);
@@ -133,7 +137,8 @@ impl PrefillVariant {
         if self.hopper { 128 } else { 64 }
     }
 
-    /// The launch for `num_work` tiles times KV heads. The Hopper kernel's thread blocks stay and take several.
+    /// The launch for `num_work` tiles times KV heads. The Hopper kernel's thread blocks stay and take several:
+    /// the grid's x is what [`PrefillWork::share_out`] shares among.
     pub(crate) fn launch(&self, num_work: u32, num_sms: u32) -> Launch {
         if self.hopper {
             Launch { grid: (num_work.min(num_sms), 1), threads: 384, shared_bytes: self.shared_bytes() }
@@ -153,16 +158,75 @@ impl PrefillVariant {
     }
 }
 
-/// Lists the tiles of all sequences, costliest first, so that the last ones to run are short. `group` is H / K,
-/// `rows` [`PrefillVariant::tile_rows`]. Cost: a sort of the tiles.
-pub(crate) fn fill_tiles(seqs: &[PrefillSeq], group: u32, rows: u32, window: Option<u32>, tiles: &mut Vec<PrefillTile>) {
-    tiles.clear();
-    for seq in seqs {
-        let PrefillSeq { q_row, q_len, kv_len, table_start } = *seq;
-        let starts = (0..q_len * group).step_by(rows as usize);
-        tiles.extend(starts.map(|first| PrefillTile { q_row, q_len, kv_len, table_start, first }));
+/// Steps of 128 keys that a tile costs beyond its keys: queries in, first step, output.
+const TILE_OVERHEAD_STEPS: u64 = 3;
+const STEP_KEYS: u32 = 128;
+
+/// Which thread block does what. Kept from step to step, so that its buffers grow only while warming up.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct PrefillWork {
+    /// Tiles of all sequences, costliest first, so that the last ones to run are short.
+    pub(crate) tiles: Vec<PrefillTile>,
+    /// `tile * K + KV head`, thread block after thread block.
+    pub(crate) work: Vec<u32>,
+    /// `[blocks + 1]` where each thread block's work starts.
+    pub(crate) work_start: Vec<u32>,
+    /// Which thread block does `KV head * tiles + tile`.
+    owners: Vec<u32>,
+    /// (load in steps, thread block), least first.
+    loads: BinaryHeap<Reverse<(u64, u32)>>,
+}
+
+impl PrefillWork {
+    /// Lists the tiles of all sequences. `group` is H / K, `rows` [`PrefillVariant::tile_rows`]. Cost: a sort.
+    pub(crate) fn list(&mut self, seqs: &[PrefillSeq], group: u32, rows: u32, window: Option<u32>) {
+        self.tiles.clear();
+        for seq in seqs {
+            let PrefillSeq { q_row, q_len, kv_len, table_start } = *seq;
+            let starts = (0..q_len * group).step_by(rows as usize);
+            self.tiles.extend(starts.map(|first| PrefillTile { q_row, q_len, kv_len, table_start, first }));
+        }
+        self.tiles.sort_by_key(|tile| Reverse(keys_of(tile, group, rows, window)));
     }
-    tiles.sort_by_key(|tile| std::cmp::Reverse(keys_of(tile, group, rows, window)));
+
+    /// Shares the listed tiles of all KV heads out over `blocks` thread blocks: one head after the other, each
+    /// tile to the thread block with the least so far. Cost: tiles times heads, times a logarithm.
+    pub(crate) fn share_out(&mut self, group: u32, rows: u32, window: Option<u32>, num_kv_heads: u32, blocks: u32) {
+        self.owners.clear();
+        self.loads.clear();
+        self.loads.extend((0..blocks).map(|block| Reverse((0, block))));
+        self.work_start.clear();
+        self.work_start.resize(blocks as usize + 1, 0);
+        for _ in 0..num_kv_heads {
+            for tile in &self.tiles {
+                let Some(mut least) = self.loads.peek_mut() else { return };
+                let Reverse((load, block)) = *least;
+                *least = Reverse((load + u64::from(keys_of(tile, group, rows, window) / STEP_KEYS) + TILE_OVERHEAD_STEPS, block));
+                self.owners.push(block);
+                self.work_start[block as usize + 1] += 1;
+            }
+        }
+        for block in 0..blocks as usize {
+            self.work_start[block + 1] += self.work_start[block];
+        }
+        self.fill_work(num_kv_heads);
+    }
+
+    /// Sorts the work by owner, keeping its order.
+    fn fill_work(&mut self, num_kv_heads: u32) {
+        self.work.clear();
+        self.work.resize(self.owners.len(), 0);
+        let num_tiles = self.tiles.len();
+        for (index, &owner) in self.owners.iter().enumerate() {
+            let (head, tile) = (index / num_tiles, index % num_tiles);
+            let at = &mut self.work_start[owner as usize];
+            self.work[*at as usize] = tile as u32 * num_kv_heads + head as u32;
+            *at += 1;
+        }
+        // Every start has moved to its end, which is the next one's start.
+        self.work_start.rotate_right(1);
+        self.work_start[0] = 0;
+    }
 }
 
 /// Keys a tile walks over, not rounded.
@@ -186,8 +250,9 @@ mod tests {
             PrefillSeq { q_row: 317, q_len: 1, kv_len: 4097, table_start: 65 },
         ];
         for (group, rows, window) in [(4, 128, None), (1, 64, None), (7, 128, Some(100)), (24, 64, Some(4000))] {
-            let mut tiles = Vec::new();
-            fill_tiles(&seqs, group, rows, window, &mut tiles);
+            let mut work = PrefillWork::default();
+            work.list(&seqs, group, rows, window);
+            let tiles = &work.tiles;
             for seq in &seqs {
                 let mut firsts: Vec<u32> = tiles.iter().filter(|t| t.q_row == seq.q_row).map(|t| t.first).collect();
                 firsts.sort_unstable();
@@ -196,6 +261,33 @@ mod tests {
             }
             let costs: Vec<u32> = tiles.iter().map(|t| keys_of(t, group, rows, window)).collect();
             assert!(costs.windows(2).all(|w| w[0] >= w[1]), "{costs:?}");
+        }
+    }
+
+    #[test]
+    fn work_is_shared_out_once_and_evenly() {
+        let seqs = [PrefillSeq { q_row: 0, q_len: 8192, kv_len: 8192, table_start: 0 }];
+        let mut work = PrefillWork::default();
+        for (num_kv_heads, blocks) in [(8, 132), (3, 7), (1, 500)] {
+            work.list(&seqs, 4, 128, None);
+            work.share_out(4, 128, None, num_kv_heads, blocks);
+            let mut all = work.work.clone();
+            all.sort_unstable();
+            assert!(all.into_iter().eq(0..work.tiles.len() as u32 * num_kv_heads));
+            assert_eq!((work.work_start.len(), work.work_start[0]), (blocks as usize + 1, 0));
+            assert_eq!(work.work_start[blocks as usize] as usize, work.work.len());
+            let loads: Vec<u32> = work
+                .work_start
+                .windows(2)
+                .map(|w| work.work[w[0] as usize..w[1] as usize].iter().map(|&w| work.tiles[(w / num_kv_heads) as usize].first / 512 + 4).sum())
+                .collect();
+            let most = *loads.iter().max().unwrap();
+            let least = *loads.iter().min().unwrap();
+            if blocks < 256 {
+                assert!(most - least < most / 20, "{least}..{most} steps");
+                let heads: Vec<u32> = work.work[..work.work_start[1] as usize].iter().map(|w| w % num_kv_heads).collect();
+                assert!(heads.windows(2).all(|w| w[0] <= w[1]), "one head after the other: {heads:?}");
+            }
         }
     }
 

@@ -286,8 +286,8 @@ impl QuantVariant {
     pub(crate) fn launch(&self, m: u32, n: u32, num_sms: u32) -> Launch {
         let w_rows = if self.gated { n.div_ceil(8) * 16 } else { n };
         if self.columns == 64 {
-            // Two k groups of three stages of 64 tokens, 272 bytes each.
-            return Launch { grid: (w_rows.div_ceil(64), m.div_ceil(64)), threads: 256, shared_bytes: 2 * 3 * 64 * 272 };
+            // Four k groups of three stages of 64 tokens, 272 bytes each.
+            return Launch { grid: (w_rows.div_ceil(64), m.div_ceil(64)), threads: 512, shared_bytes: 4 * 3 * 64 * 272 };
         }
         Launch { grid: (w_rows.div_ceil(16).min(num_sms), 1), threads: 512, shared_bytes: 0 }
     }
@@ -403,7 +403,7 @@ mod tests {
         assert_eq!(v.launch(1, 14_336, 132), Launch { grid: (132, 1), threads: 512, shared_bytes: 0 });
         let v = QuantVariant::select(QuantFormat::Q6K, 70, false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m64");
-        assert_eq!(v.launch(70, 100, 132), Launch { grid: (2, 2), threads: 256, shared_bytes: 104_448 });
+        assert_eq!(v.launch(70, 100, 132), Launch { grid: (2, 2), threads: 512, shared_bytes: 208_896 });
         assert!(QuantVariant::select(QuantFormat::Q8_0, 4096, false).is_none());
         assert_eq!(dequantise(QuantFormat::Q8_0, 100, 576), ("dequantise_q8_0".into(), Launch { grid: (5, 1), threads: 256, shared_bytes: 0 }));
     }
