@@ -38,12 +38,31 @@ static_assert(sizeof(QuantParams) == 72, "src/kernels/linear_quant.rs has the sa
 
 constexpr uint32_t NIBBLES = 0x000f000f, BIASED = 0x43004300, ONES = 0x3f803f80;
 
+/// A constant that the compiler keeps in a register: masks and offset then meet in one instruction, which has room
+/// for one literal only, and an operand of four equal words is not built anew for every product.
+__device__ __forceinline__ uint32_t in_register(uint32_t value) {
+    uint32_t out;
+    asm volatile("mov.u32 %0, %1;" : "=r"(out) : "r"(value));
+    return out;
+}
+struct Spread { uint32_t mask = in_register(NIBBLES), bias = in_register(BIASED); };
+
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 __device__ __forceinline__ float half_of(uint32_t pair, int i) { return i == 0 ? F16::low(pair) : F16::high(pair); }
+/// Byte `i` of a word as a float, by the same trick with 2^23.
+__device__ __forceinline__ float byte_of(uint32_t word, int i) {
+    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388608.0f;
+}
+/// (x & mask) | bias.
+__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bias) {
+    uint32_t out;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(bias));
+    return out;
+}
 /// Four pairs of 128 + nibble.
-__device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t word) {
+__device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t word, const Spread& c) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = ((word >> (4 * i)) & NIBBLES) | BIASED;
+    for (int i = 0; i < 4; ++i) pair[i] = masked_or(word >> (4 * i), c.mask, c.bias);
 }
 
 // A format: `Raw` is what a lane holds of a tile; `pairs` gives the four operand words of a strip's row half;
@@ -61,7 +80,9 @@ struct Q4_0 {
 #pragma unroll
         for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 1024 + (lane / 4 + h * 8) * 8);
     }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
+        spread_nibbles(p, word_of(r.q[h], strip), c);
+    }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
         d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
         e = -136.0f * d;
@@ -81,8 +102,8 @@ struct Q8_0 {
 #pragma unroll
         for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 2048 + (lane / 4 + h * 8) * 8);
     }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane) {
-        spread_nibbles(p, word_of(r.q[plane][h], strip));
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane, const Spread& c) {
+        spread_nibbles(p, word_of(r.q[plane][h], strip), c);
     }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
         d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
@@ -101,7 +122,9 @@ struct Q4_1 {
 #pragma unroll
         for (int h = 0; h < 2; ++h) r.s[h] = stream16(tile + 1024 + (lane / 4 + h * 8) * 16);
     }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
+        spread_nibbles(p, word_of(r.q[h], strip), c);
+    }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
         const uint32_t dm = word_of(r.s[h], strip);
         d = F16::low(dm);
@@ -123,10 +146,12 @@ struct Q4_K {
             r.dm[h] = stream4(at), r.sc[h] = stream4(at + 64), r.mn[h] = stream4(at + 128);
         }
     }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) { spread_nibbles(p, word_of(r.q[h], strip)); }
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
+        spread_nibbles(p, word_of(r.q[h], strip), c);
+    }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
-        d = F16::low(r.dm[h]) * static_cast<float>((r.sc[h] >> (8 * strip)) & 0xff);
-        e = -F16::high(r.dm[h]) * static_cast<float>((r.mn[h] >> (8 * strip)) & 0xff) - 128.0f * d;
+        d = F16::low(r.dm[h]) * byte_of(r.sc[h], strip);
+        e = fmaf(-F16::high(r.dm[h]), byte_of(r.mn[h], strip), -128.0f * d);
     }
 };
 
@@ -146,18 +171,18 @@ struct Q6_K {
             r.d[h] = stream4(tile + 1664 + row / 2 * 4) >> (row % 2 * 16);
         }
     }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int) {
+    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         const uint32_t low = word_of(r.q[h], strip), top = strip < 2 ? r.top[h].x : r.top[h].y;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             const int at = strip % 2 * 8 + i * 2; // of this pair's two bits in each half
             const uint32_t bits = at >= 4 ? top >> (at - 4) : top << (4 - at);
-            p[i] = ((low >> (4 * i)) & NIBBLES) | (bits & 0x00300030) | BIASED;
+            p[i] = masked_or(bits, 0x00300030, masked_or(low >> (4 * i), c.mask, c.bias));
         }
     }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& e) {
         const uint32_t word = strip < 2 ? r.sc[h].x : r.sc[h].y;
-        d = F16::low(r.d[h]) * static_cast<float>(static_cast<int8_t>(word >> ((strip % 2 * 2 + group) * 8)));
+        d = F16::low(r.d[h]) * (byte_of(word ^ 0x80808080u, strip % 2 * 2 + group) - 128.0f);
         e = -160.0f * d;
     }
 };
@@ -169,24 +194,23 @@ template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, in
     return make_uint4(a.x, a.y, b.x, b.y);
 }
 
-/// One strip of 16 rows times MT * 8 tokens, added to `acc`.
+/// One strip of 16 rows times MT * 8 tokens, added to `acc`; `other` is four times CENTRE, or ones.
 template <class F, int MT>
-__device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typename F::Raw& r, int strip, const uint4 (&x)[MT]) {
+__device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typename F::Raw& r, int strip, const uint4 (&x)[MT], const Spread& spread,
+                                              const uint32_t (&other)[4]) {
     constexpr int PLANES = F::TWO_PLANES ? 2 : 1;
     uint32_t a[PLANES][2][4];
 #pragma unroll
     for (int plane = 0; plane < PLANES; ++plane) {
         uint32_t low[4], high[4];
-        F::pairs(low, r, strip, 0, plane);
-        F::pairs(high, r, strip, 1, plane);
+        F::pairs(low, r, strip, 0, plane, spread);
+        F::pairs(high, r, strip, 1, plane, spread);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             a[plane][step][0] = low[step * 2], a[plane][step][1] = high[step * 2];
             a[plane][step][2] = low[step * 2 + 1], a[plane][step][3] = high[step * 2 + 1];
         }
     }
-    constexpr uint32_t OTHER = F::CENTRE != 0 ? F::CENTRE : ONES;
-    const uint32_t other[4] = {OTHER, OTHER, OTHER, OTHER};
 #pragma unroll
     for (int group = 0; group < F::GROUPS; ++group) {
         float d[2], e[2];
@@ -236,8 +260,18 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
 #pragma unroll
         for (int j = 0; j < S; ++j) load(j);
     }
+    const uint32_t constant = in_register(F::CENTRE != 0 ? F::CENTRE : ONES), other[4] = {constant, constant, constant, constant};
+    const Spread spread;
+    uint4 x[4][MT];
+    auto load_strip_x = [&](int strip, uint32_t k) {
+        const size_t at = static_cast<size_t>(min(k * 4 + strip, strips - 1)) * 64;
+#pragma unroll
+        for (int t = 0; t < MT; ++t) x[strip][t] = load_x<F>(x_row[t] + at, c);
+    };
     wait_for_previous_kernel();
     release_next_kernel();
+#pragma unroll
+    for (int strip = 0; strip < 4; ++strip) load_strip_x(strip, warp);
 
     float acc[MT][4] = {};
     int buffer = 0;
@@ -274,13 +308,11 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
         for (int j = 0; j < S; ++j) {
             if (row_tile >= row_tiles) break;
             if (k_tile < k_tiles) {
+                const uint32_t next_k = k_tile + WARPS < k_tiles ? k_tile + WARPS : warp;
 #pragma unroll
                 for (int strip = 0; strip < 4; ++strip) {
-                    const size_t at = static_cast<size_t>(min(k_tile * 4 + strip, strips - 1)) * 64;
-                    uint4 x[MT];
-#pragma unroll
-                    for (int t = 0; t < MT; ++t) x[t] = load_x<F>(x_row[t] + at, c);
-                    strip_product<F, MT>(acc, raw[j], strip, x);
+                    strip_product<F, MT>(acc, raw[j], strip, x[strip], spread, other);
+                    load_strip_x(strip, next_k);
                 }
                 load(j);
             }
@@ -299,10 +331,10 @@ constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 4, MEDIUM_THREADS = RO
 constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 3;
 
 /// The four words of a strip's row half as bf16 weights.
-template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words)[4], const typename F::Raw& r, int strip, int h) {
+template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words)[4], const typename F::Raw& r, int strip, int h, const Spread& spread) {
     uint32_t pair[4], top[4];
-    F::pairs(pair, r, strip, h, 0);
-    if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1);
+    F::pairs(pair, r, strip, h, 0, spread);
+    if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1, spread);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float d, e;
@@ -339,6 +371,7 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
         }
         commit_copies();
     };
+    const Spread spread;
     load_w(raw[0], 0);
     wait_for_previous_kernel();
     release_next_kernel();
@@ -355,8 +388,8 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
 #pragma unroll
         for (int strip = 0; strip < 4; ++strip) {
             uint32_t low[4], high[4];
-            multiply_out<F>(low, raw[0], strip, 0);
-            multiply_out<F>(high, raw[0], strip, 1);
+            multiply_out<F>(low, raw[0], strip, 0, spread);
+            multiply_out<F>(high, raw[0], strip, 1, spread);
             const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
@@ -413,6 +446,7 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
     const uint32_t k_tiles = (c_len + 127) / 128, row_tiles = (rows + 15) / 16;
     const size_t tile = static_cast<size_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
     if (tile >= static_cast<size_t>(row_tiles) * k_tiles) return;
+    const Spread spread;
     typename F::Raw r;
     F::load(r, w + tile * F::TILE_BYTES, lane);
     const uint32_t k0 = static_cast<uint32_t>(tile % k_tiles) * 128;
@@ -424,7 +458,7 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
         for (int strip = 0; strip < 4; ++strip) {
             if (k0 + strip * 32 >= c_len) break;
             uint32_t packed[4];
-            multiply_out<F>(packed, r, strip, h);
+            multiply_out<F>(packed, r, strip, h, spread);
             __nv_bfloat16* to = out + static_cast<size_t>(row) * c_len + k0 + strip * 32;
             if constexpr (F::GROUPS == 1) {
                 *reinterpret_cast<uint4*>(to + c * 8) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
@@ -439,9 +473,9 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
 } // namespace pagemill
 
 #define QUANT_SMALL(name, F, MT, S, GATED)                                                                          \
-    extern "C" __global__ void __launch_bounds__(512, 1)                                                            \
+    extern "C" __global__ void __launch_bounds__(256, 2)                                                            \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
-        pagemill::linear_quant_small<pagemill::F, MT, S, 16, GATED>(p);                                             \
+        pagemill::linear_quant_small<pagemill::F, MT, S, 8, GATED>(p);                                              \
     }
 #define QUANT_MEDIUM(name, F, GATED)                                                                                \
     extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_THREADS, 1)                                    \
@@ -460,8 +494,8 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
         dequantise_##name(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c) {                           \
         pagemill::dequantise<pagemill::F>(w, out, rows, c);                                                         \
     }
-QUANT_KERNELS(q4_0, Q4_0, 4, 3)
-QUANT_KERNELS(q4_1, Q4_1, 4, 2)
+QUANT_KERNELS(q4_0, Q4_0, 4, 2)
+QUANT_KERNELS(q4_1, Q4_1, 3, 2)
 QUANT_KERNELS(q8_0, Q8_0, 2, 1)
 QUANT_KERNELS(q4_k, Q4_K, 4, 2)
 QUANT_KERNELS(q6_k, Q6_K, 2, 1)

@@ -124,7 +124,7 @@ static void run(const Format& f, const QuantParams& p, bool gated, cudaStream_t 
         return;
     }
     int tiles = (p.n + (gated ? 7 : 15)) / (gated ? 8 : 16);
-    launch(gated ? (cols == 8 ? f.g8 : f.g16) : (cols == 8 ? f.m8 : f.m16), dim3(std::min(tiles, sms)), dim3(512), 0, s, overlap, p);
+    launch(gated ? (cols == 8 ? f.g8 : f.g16) : (cols == 8 ? f.m8 : f.m16), dim3(std::min(tiles, 2 * sms)), dim3(256), 0, s, overlap, p);
 }
 
 static void check(const Format& f, int m, int n, int c, bool gated, uint32_t y_type, bool residual, int sms, int force) {
@@ -183,7 +183,7 @@ int main(int argc, char**) {
     const int sms = prop.multiProcessorCount;
     int checks = 0;
     for (auto& f : FORMATS) {
-        const int odd = f.block == 256 ? 768 : 576, small = f.block == 256 ? 256 : 32;
+        const int odd = brief ? 1024 : f.block == 256 ? 768 : 576, small = brief ? 512 : f.block == 256 ? 256 : 32; // brief: k tiles that the k groups share evenly
         for (int m : brief ? std::vector<int>{3} : std::vector<int>{1, 3, 8}) check(f, m, 100, odd, false, 0, false, sms, 8), check(f, m, 3000, small, false, 2, true, sms, 8), check(f, m, 40, 4096, true, 0, false, sms, 8), checks += 3;
         for (int m : brief ? std::vector<int>{9} : std::vector<int>{9, 16}) check(f, m, 100, odd, false, 0, true, sms, 16), check(f, m, 64, 4096, true, 2, false, sms, 16), checks += 2;
         for (int m : brief ? std::vector<int>{70} : std::vector<int>{17, 64, 70}) check(f, m, 100, odd, false, 0, true, sms, 64), check(f, m, 72, 2560, true, 2, false, sms, 64), check(f, m, 64, small, false, 0, false, sms, 64), checks += 3;

@@ -289,7 +289,8 @@ impl QuantVariant {
             // Four k groups of three stages of 64 tokens, 272 bytes each.
             return Launch { grid: (w_rows.div_ceil(64), m.div_ceil(64)), threads: 512, shared_bytes: 4 * 3 * 64 * 272 };
         }
-        Launch { grid: (w_rows.div_ceil(16).min(num_sms), 1), threads: 512, shared_bytes: 0 }
+        // Two thread blocks stay on each multiprocessor and take row tiles in turn.
+        Launch { grid: (w_rows.div_ceil(16).min(2 * num_sms), 1), threads: 256, shared_bytes: 0 }
     }
 }
 
@@ -400,7 +401,7 @@ mod tests {
     fn variants_and_their_launches() {
         let v = QuantVariant::select(QuantFormat::Q4K, 1, true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_k_m8");
-        assert_eq!(v.launch(1, 14_336, 132), Launch { grid: (132, 1), threads: 512, shared_bytes: 0 });
+        assert_eq!(v.launch(1, 14_336, 132), Launch { grid: (264, 1), threads: 256, shared_bytes: 0 });
         let v = QuantVariant::select(QuantFormat::Q6K, 70, false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m64");
         assert_eq!(v.launch(70, 100, 132), Launch { grid: (2, 2), threads: 512, shared_bytes: 208_896 });
