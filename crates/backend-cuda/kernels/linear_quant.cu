@@ -65,6 +65,16 @@ __device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t wor
     for (int i = 0; i < 4; ++i) pair[i] = masked_or(word >> (4 * i), c.mask, c.bias);
 }
 
+template <class V> __device__ __forceinline__ V read(const char* from) { return *reinterpret_cast<const V*>(from); }
+
+/// A tile to shared memory by one warp, in the background.
+template <int TILE_BYTES> __device__ __forceinline__ void request_tile(uint32_t to, const char* from, int lane) {
+    static_assert(TILE_BYTES % 16 == 0, "copies are 16 bytes");
+#pragma unroll
+    for (int i = 0; i < TILE_BYTES; i += 512)
+        if (i + 512 <= TILE_BYTES || lane * 16 < TILE_BYTES - i) copy16_async(to + i + lane * 16, from + i + lane * 16, true);
+}
+
 // A format: `Raw` is what a lane holds of a tile; `pairs` gives the four operand words of a strip's row half;
 // `scale` gives d and e of w = d q + e for the operands q. CENTRE, where it is not 0, is the bf16 pair that takes the
 // offset away: then w = d (q + CENTRE), counted once, on the last plane.
@@ -76,9 +86,9 @@ struct Q4_0 {
     struct Raw { uint4 q[2]; uint2 s[2]; };
     static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
+        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 1024 + (lane / 4 + h * 8) * 8);
+        for (int h = 0; h < 2; ++h) r.s[h] = read<uint2>(tile + 1024 + (lane / 4 + h * 8) * 8);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         spread_nibbles(p, word_of(r.q[h], strip), c);
@@ -98,9 +108,9 @@ struct Q8_0 {
 #pragma unroll
         for (int h = 0; h < 2; ++h)
 #pragma unroll
-            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = stream16(tile + plane * 1024 + h * 512 + lane * 16);
+            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = read<uint4>(tile + plane * 1024 + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = stream8(tile + 2048 + (lane / 4 + h * 8) * 8);
+        for (int h = 0; h < 2; ++h) r.s[h] = read<uint2>(tile + 2048 + (lane / 4 + h * 8) * 8);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane, const Spread& c) {
         spread_nibbles(p, word_of(r.q[plane][h], strip), c);
@@ -118,9 +128,9 @@ struct Q4_1 {
     struct Raw { uint4 q[2]; uint4 s[2]; };
     static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
+        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = stream16(tile + 1024 + (lane / 4 + h * 8) * 16);
+        for (int h = 0; h < 2; ++h) r.s[h] = read<uint4>(tile + 1024 + (lane / 4 + h * 8) * 16);
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         spread_nibbles(p, word_of(r.q[h], strip), c);
@@ -139,11 +149,11 @@ struct Q4_K {
     struct Raw { uint4 q[2]; uint32_t dm[2], sc[2], mn[2]; };
     static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
+        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const char* at = tile + 1024 + (lane / 4 + h * 8) * 4;
-            r.dm[h] = stream4(at), r.sc[h] = stream4(at + 64), r.mn[h] = stream4(at + 128);
+            r.dm[h] = read<uint32_t>(at), r.sc[h] = read<uint32_t>(at + 64), r.mn[h] = read<uint32_t>(at + 128);
         }
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
@@ -162,13 +172,13 @@ struct Q6_K {
     struct Raw { uint4 q[2]; uint2 top[2]; uint2 sc[2]; uint32_t d[2]; };
     static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = stream16(tile + h * 512 + lane * 16);
+        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const int row = lane / 4 + h * 8;
-            r.top[h] = stream8(tile + 1024 + h * 256 + lane * 8);
-            r.sc[h] = stream8(tile + 1536 + row * 8);
-            r.d[h] = stream4(tile + 1664 + row / 2 * 4) >> (row % 2 * 16);
+            r.top[h] = read<uint2>(tile + 1024 + h * 256 + lane * 8);
+            r.sc[h] = read<uint2>(tile + 1536 + row * 8);
+            r.d[h] = read<uint32_t>(tile + 1664 + row / 2 * 4) >> (row % 2 * 16);
         }
     }
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
@@ -237,29 +247,37 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
     }
 }
 
+/// Bytes of a thread block's shared memory: every warp's ring of tiles, and its sums twice
+/// (`src/kernels/linear_quant.rs` counts the same).
+template <class F, int MT, int S, int WARPS> constexpr size_t small_shared_bytes() { return size_t(WARPS) * (S * F::TILE_BYTES + 2 * MT * 512); }
+
+// Tiles go through shared memory because a register pipeline does not survive the compiler: loads of several tiles
+// share a scoreboard, and waiting for the oldest waits for all. Counted groups of copies do not.
 template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinline__ void linear_quant_small(const QuantParams& p) {
     constexpr int OUT_ROWS = GATED ? 8 : 16, SUMS = MT * 128;
-    __shared__ __align__(16) float partial[2][WARPS][SUMS];
+    extern __shared__ __align__(128) unsigned char shared_bytes[];
+    auto& partial = *reinterpret_cast<float(*)[2][WARPS][SUMS]>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    const char* ring = reinterpret_cast<const char*>(shared_bytes) + sizeof(partial) + warp * (S * F::TILE_BYTES);
     const uint32_t row_tiles = (p.n + OUT_ROWS - 1) / OUT_ROWS, k_tiles = (p.c + 127) / 128, strips = p.c / 32;
     // Columns behind the last token repeat it, and strips behind C repeat the last one at scale 0.
     const char* x_row[MT];
 #pragma unroll
     for (int t = 0; t < MT; ++t) x_row[t] = static_cast<const char*>(p.x) + static_cast<size_t>(min(t * 8 + g, p.m - 1)) * p.x_stride * 2;
 
-    typename F::Raw raw[S];
-    uint32_t load_row = blockIdx.x, load_k = warp;
-    auto load = [&](int j) {
-        if (load_row >= row_tiles) return;
-        const size_t tile = static_cast<size_t>(load_row) * k_tiles + load_k;
-        F::load(raw[j], static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane);
-        load_k += WARPS;
-        if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x;
+    uint32_t load_row = static_cast<uint32_t>(warp) < k_tiles ? blockIdx.x : row_tiles, load_k = warp, load_slot = 0, slot = 0;
+    auto request = [&] {
+        if (load_row < row_tiles) {
+            const size_t tile = static_cast<size_t>(load_row) * k_tiles + load_k;
+            request_tile<F::TILE_BYTES>(shared_address(ring) + load_slot * F::TILE_BYTES, static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane);
+            load_slot = load_slot + 1 == S ? 0 : load_slot + 1;
+            load_k += WARPS;
+            if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x;
+        }
+        commit_copies();
     };
-    if (static_cast<uint32_t>(warp) < k_tiles) {
 #pragma unroll
-        for (int j = 0; j < S; ++j) load(j);
-    }
+    for (int j = 0; j < S - 1; ++j) request();
     const uint32_t constant = in_register(F::CENTRE != 0 ? F::CENTRE : ONES), other[4] = {constant, constant, constant, constant};
     const Spread spread;
     uint4 x[4][MT];
@@ -275,7 +293,7 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
 
     float acc[MT][4] = {};
     int buffer = 0;
-    uint32_t row_tile = blockIdx.x, k_tile = warp;
+    uint32_t row_tile = blockIdx.x;
     auto finish = [&] {
 #pragma unroll
         for (int t = 0; t < MT; ++t) {
@@ -302,33 +320,35 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
         }
         buffer ^= 1;
     };
-    // A warp's tiles in the order they were asked for: slot j holds the j-th, and is refilled at once.
-    while (row_tile < row_tiles) {
+    for (; row_tile < row_tiles; row_tile += gridDim.x) {
+        for (uint32_t k_tile = warp; k_tile < k_tiles; k_tile += WARPS) {
+            request();
+            await_copies<S - 1>();
+            __syncwarp();
+            typename F::Raw raw;
+            F::load(raw, ring + slot * F::TILE_BYTES, lane);
+            slot = slot + 1 == S ? 0 : slot + 1;
+            const uint32_t next_k = k_tile + WARPS < k_tiles ? k_tile + WARPS : warp;
 #pragma unroll
-        for (int j = 0; j < S; ++j) {
-            if (row_tile >= row_tiles) break;
-            if (k_tile < k_tiles) {
-                const uint32_t next_k = k_tile + WARPS < k_tiles ? k_tile + WARPS : warp;
-#pragma unroll
-                for (int strip = 0; strip < 4; ++strip) {
-                    strip_product<F, MT>(acc, raw[j], strip, x[strip], spread, other);
-                    load_strip_x(strip, next_k);
-                }
-                load(j);
+            for (int strip = 0; strip < 4; ++strip) {
+                strip_product<F, MT>(acc, raw, strip, x[strip], spread, other);
+                load_strip_x(strip, next_k);
             }
-            k_tile += WARPS;
-            if (k_tile >= k_tiles) {
-                finish();
-                k_tile = warp, row_tile += gridDim.x;
-            }
+            __syncwarp(); // the next request overwrites this slot
         }
+        finish();
     }
 }
 
 // ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
 
-constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 4, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
-constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 3;
+constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
+constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 4;
+
+/// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles.
+template <class F> constexpr size_t medium_shared_bytes() {
+    return size_t(K_GROUPS) * X_STAGES * (X_STAGE_BYTES + ROW_WARPS * F::TILE_BYTES);
+}
 
 /// The four words of a strip's row half as bf16 weights.
 template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words)[4], const typename F::Raw& r, int strip, int h, const Spread& spread) {
@@ -352,44 +372,54 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
     const int row_warp = warp % ROW_WARPS, k_group = warp / ROW_WARPS, group_thread = threadIdx.x % (ROW_WARPS * 32);
     const uint32_t w_rows = gated ? (p.n + 7) / 8 * 16 : p.n, row_tiles = (w_rows + 15) / 16, k_tiles = (p.c + 127) / 128;
     const uint32_t row_tile = blockIdx.x * ROW_WARPS + row_warp, token0 = blockIdx.y * TILE_TOKENS;
-    const uint32_t steps = (k_tiles - k_group + K_GROUPS - 1) / K_GROUPS; // of this k group: k tiles k_group, k_group + 4 ...
+    const uint32_t steps = (k_tiles - k_group + K_GROUPS - 1) / K_GROUPS; // of this k group: k tiles k_group, k_group + K_GROUPS ...
     unsigned char* x_stages = shared_bytes + k_group * X_STAGES * X_STAGE_BYTES;
     const char* w_row = static_cast<const char*>(p.w) + static_cast<size_t>(min(row_tile, row_tiles - 1)) * k_tiles * F::TILE_BYTES;
 
-    typename F::Raw raw[2];
-    auto load_w = [&](typename F::Raw& to, uint32_t step) {
-        if (step < steps) F::load(to, w_row + static_cast<size_t>(step * K_GROUPS + k_group) * F::TILE_BYTES, lane);
+    const char* tiles = reinterpret_cast<const char*>(shared_bytes) + K_GROUPS * X_STAGES * X_STAGE_BYTES + warp * (X_STAGES * F::TILE_BYTES);
+    auto request_w = [&](uint32_t step) {
+        if (step >= steps) return;
+        const uint32_t to = shared_address(tiles) + step % X_STAGES * F::TILE_BYTES;
+        request_tile<F::TILE_BYTES>(to, w_row + static_cast<size_t>(step * K_GROUPS + k_group) * F::TILE_BYTES, lane);
     };
     auto request_x = [&](uint32_t step) {
+        if (step >= steps) return;
         const uint32_t k_tile = step * K_GROUPS + k_group, to = shared_address(x_stages + step % X_STAGES * X_STAGE_BYTES);
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS * 16 / (ROW_WARPS * 32); ++i) {
             const uint32_t row = group_thread / 16 + i * (ROW_WARPS * 2), chunk = group_thread % 16, k = k_tile * 128 + chunk * 8;
-            const bool wanted = step < steps && token0 + row < p.m && k < p.c;
+            const bool wanted = token0 + row < p.m && k < p.c;
             const char* from = static_cast<const char*>(p.x) + (wanted ? (static_cast<size_t>(token0 + row) * p.x_stride + k) * 2 : 0);
             copy16_async(to + row * X_ROW_BYTES + chunk * 16, from, wanted);
         }
-        commit_copies();
     };
     const Spread spread;
-    load_w(raw[0], 0);
+    // Weights first: they do not depend on the previous kernel. They all belong to the first group of copies.
+#pragma unroll
+    for (int step = 0; step < X_STAGES - 1; ++step) request_w(step);
     wait_for_previous_kernel();
     release_next_kernel();
-    request_x(0);
-    request_x(1);
+#pragma unroll
+    for (int step = 0; step < X_STAGES - 1; ++step) {
+        request_x(step);
+        commit_copies();
+    }
 
     float acc[MT][4] = {};
     for (uint32_t step = 0; step < steps; ++step) {
-        await_copies<1>();
+        await_copies<X_STAGES - 2>();
         asm volatile("bar.sync %0, %1;" ::"r"(1 + k_group), "n"(ROW_WARPS * 32) : "memory");
-        request_x(step + 2);
-        load_w(raw[1], step + 1);
+        request_x(step + X_STAGES - 1);
+        request_w(step + X_STAGES - 1);
+        commit_copies();
+        typename F::Raw raw;
+        F::load(raw, tiles + step % X_STAGES * F::TILE_BYTES, lane);
         const unsigned char* x_stage = x_stages + step % X_STAGES * X_STAGE_BYTES + g * X_ROW_BYTES;
 #pragma unroll
         for (int strip = 0; strip < 4; ++strip) {
             uint32_t low[4], high[4];
-            multiply_out<F>(low, raw[0], strip, 0, spread);
-            multiply_out<F>(high, raw[0], strip, 1, spread);
+            multiply_out<F>(low, raw, strip, 0, spread);
+            multiply_out<F>(high, raw, strip, 1, spread);
             const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
@@ -405,7 +435,6 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
                 Bf16::mma(acc[t], a1, x1.x, x1.y);
             }
         }
-        raw[0] = raw[1];
     }
     await_copies<0>();
     __syncthreads();
@@ -472,8 +501,11 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
 
 } // namespace pagemill
 
+#ifndef SMALL_BLOCKS
+#define SMALL_BLOCKS 2
+#endif
 #define QUANT_SMALL(name, F, MT, S, GATED)                                                                          \
-    extern "C" __global__ void __launch_bounds__(256, 2)                                                            \
+    extern "C" __global__ void __launch_bounds__(256, SMALL_BLOCKS)                                                            \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
         pagemill::linear_quant_small<pagemill::F, MT, S, 8, GATED>(p);                                              \
     }
@@ -482,20 +514,20 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
         pagemill::linear_quant_medium<pagemill::F>(p, GATED);                                                       \
     }
-// S8 and S16: tiles a warp keeps in flight up to 8 and up to 16 tokens; as many as registers hold.
-#define QUANT_KERNELS(name, F, S8, S16)                                                                             \
-    QUANT_SMALL(name##_m8, F, 1, S8, false)                                                                         \
-    QUANT_SMALL(name##_m16, F, 2, S16, false)                                                                       \
-    QUANT_SMALL(gated_##name##_m8, F, 1, S8, true)                                                                  \
-    QUANT_SMALL(gated_##name##_m16, F, 2, S16, true)                                                                \
+// S: tiles in a warp's ring.
+#define QUANT_KERNELS(name, F, S)                                                                                   \
+    QUANT_SMALL(name##_m8, F, 1, S, false)                                                                         \
+    QUANT_SMALL(name##_m16, F, 2, S, false)                                                                       \
+    QUANT_SMALL(gated_##name##_m8, F, 1, S, true)                                                                  \
+    QUANT_SMALL(gated_##name##_m16, F, 2, S, true)                                                                \
     QUANT_MEDIUM(name##_m64, F, false)                                                                              \
     QUANT_MEDIUM(gated_##name##_m64, F, true)                                                                       \
     extern "C" __global__ void __launch_bounds__(256)                                                               \
         dequantise_##name(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c) {                           \
         pagemill::dequantise<pagemill::F>(w, out, rows, c);                                                         \
     }
-QUANT_KERNELS(q4_0, Q4_0, 4, 2)
-QUANT_KERNELS(q4_1, Q4_1, 3, 2)
-QUANT_KERNELS(q8_0, Q8_0, 2, 1)
-QUANT_KERNELS(q4_k, Q4_K, 4, 2)
-QUANT_KERNELS(q6_k, Q6_K, 2, 1)
+QUANT_KERNELS(q4_0, Q4_0, 5)
+QUANT_KERNELS(q4_1, Q4_1, 5)
+QUANT_KERNELS(q8_0, Q8_0, 4)
+QUANT_KERNELS(q4_k, Q4_K, 5)
+QUANT_KERNELS(q6_k, Q6_K, 4)

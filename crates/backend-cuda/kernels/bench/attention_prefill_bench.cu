@@ -113,8 +113,10 @@ struct Work {
         std::vector<std::vector<uint32_t>> of(blocks);
         std::priority_queue<std::pair<uint64_t, uint32_t>, std::vector<std::pair<uint64_t, uint32_t>>, std::greater<>> loads;
         for (uint32_t i = 0; i < blocks; ++i) loads.push({0, i});
-        for (int head = 0; head < K; ++head)
-            for (size_t t = 0; t < tiles.size(); ++t) {
+        const bool by_head = tiles.size() >= size_t(4) * blocks;
+        const size_t T = tiles.size();
+        for (size_t i = 0; i < T * K; ++i) {
+                const size_t t = by_head ? i % T : i / K, head = by_head ? i / T : i % K;
                 auto [load, block] = loads.top();
                 loads.pop();
                 of[block].push_back(t * K + head);

@@ -17,9 +17,10 @@ struct Format {
     int block, block_bytes, tile_bytes;
     void (*m8)(QuantParams), (*m16)(QuantParams), (*m64)(QuantParams), (*g8)(QuantParams), (*g16)(QuantParams), (*g64)(QuantParams);
     void (*dequantise)(const char*, Bf*, uint32_t, uint32_t);
+    int ring;
 };
 #define F(T, n, B, BB) {#n, T, B, BB, pagemill::T::TILE_BYTES, linear_quant_##n##_m8, linear_quant_##n##_m16, linear_quant_##n##_m64, \
-    linear_quant_gated_##n##_m8, linear_quant_gated_##n##_m16, linear_quant_gated_##n##_m64, dequantise_##n}
+    linear_quant_gated_##n##_m8, linear_quant_gated_##n##_m16, linear_quant_gated_##n##_m64, dequantise_##n, pagemill::T::TILE_BYTES > 1300 ? 4 : 5}
 static const Format FORMATS[] = {F(Q4_0, q4_0, 32, 18), F(Q4_1, q4_1, 32, 20), F(Q8_0, q8_0, 32, 34), F(Q4_K, q4_k, 256, 144), F(Q6_K, q6_k, 256, 210)};
 
 static float f16_at(const uint8_t* p) { __half h; memcpy(&h, p, 2); return __half2float(h); }
@@ -118,13 +119,16 @@ static void run(const Format& f, const QuantParams& p, bool gated, cudaStream_t 
     int cols = force ? force : p.m <= 8 ? 8 : p.m <= 16 ? 16 : 64;
     if (cols == 64) {
         auto kernel = gated ? f.g64 : f.m64;
-        size_t shared = size_t(pagemill::K_GROUPS) * pagemill::X_STAGES * pagemill::X_STAGE_BYTES;
+        size_t shared = size_t(pagemill::K_GROUPS) * pagemill::X_STAGES * (pagemill::X_STAGE_BYTES + pagemill::ROW_WARPS * f.tile_bytes);
         CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
         launch(kernel, dim3((((gated ? (p.n + 7) / 8 * 16 : p.n)) + 63) / 64, (p.m + 63) / 64), dim3(pagemill::MEDIUM_THREADS), shared, s, overlap, p);
         return;
     }
     int tiles = (p.n + (gated ? 7 : 15)) / (gated ? 8 : 16);
-    launch(gated ? (cols == 8 ? f.g8 : f.g16) : (cols == 8 ? f.m8 : f.m16), dim3(std::min(tiles, 2 * sms)), dim3(256), 0, s, overlap, p);
+    auto kernel = gated ? (cols == 8 ? f.g8 : f.g16) : (cols == 8 ? f.m8 : f.m16);
+    size_t shared = 8 * (f.ring * f.tile_bytes + cols / 8 * 1024);
+    CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared));
+    launch(kernel, dim3(std::min(tiles, SMALL_BLOCKS * sms)), dim3(256), shared, s, overlap, p);
 }
 
 static void check(const Format& f, int m, int n, int c, bool gated, uint32_t y_type, bool residual, int sms, int force) {

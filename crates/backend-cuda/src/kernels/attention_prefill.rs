@@ -161,6 +161,8 @@ impl PrefillVariant {
 /// Steps of 128 keys that a tile costs beyond its keys: queries in, first step, output.
 const TILE_OVERHEAD_STEPS: u64 = 3;
 const STEP_KEYS: u32 = 128;
+/// Tiles a thread block (of all, of one head) from which on heads follow each other.
+const LONG_LIST: usize = 4;
 
 /// Which thread block does what. Kept from step to step, so that its buffers grow only while warming up.
 #[derive(Clone, Debug, Default)]
@@ -171,7 +173,9 @@ pub(crate) struct PrefillWork {
     pub(crate) work: Vec<u32>,
     /// `[blocks + 1]` where each thread block's work starts.
     pub(crate) work_start: Vec<u32>,
-    /// Which thread block does `KV head * tiles + tile`.
+    /// One KV head after the other, or one tile after the other.
+    by_head: bool,
+    /// Which thread block does what comes at an index of that order.
     owners: Vec<u32>,
     /// (load in steps, thread block), least first.
     loads: BinaryHeap<Reverse<(u64, u32)>>,
@@ -189,22 +193,25 @@ impl PrefillWork {
         self.tiles.sort_by_key(|tile| Reverse(keys_of(tile, group, rows, window)));
     }
 
-    /// Shares the listed tiles of all KV heads out over `blocks` thread blocks: one head after the other, each
-    /// tile to the thread block with the least so far. Cost: tiles times heads, times a logarithm.
+    /// Shares the listed tiles of all KV heads out over `blocks` thread blocks, each tile to the one with the
+    /// least so far. Long lists go one head after the other, so that its K and V stay in the L2 cache; short ones
+    /// go tile after tile, costliest first for all heads, which balances better. Cost: tiles times heads, times a
+    /// logarithm.
     pub(crate) fn share_out(&mut self, group: u32, rows: u32, window: Option<u32>, num_kv_heads: u32, blocks: u32) {
         self.owners.clear();
         self.loads.clear();
         self.loads.extend((0..blocks).map(|block| Reverse((0, block))));
         self.work_start.clear();
         self.work_start.resize(blocks as usize + 1, 0);
-        for _ in 0..num_kv_heads {
-            for tile in &self.tiles {
-                let Some(mut least) = self.loads.peek_mut() else { return };
-                let Reverse((load, block)) = *least;
-                *least = Reverse((load + u64::from(keys_of(tile, group, rows, window) / STEP_KEYS) + TILE_OVERHEAD_STEPS, block));
-                self.owners.push(block);
-                self.work_start[block as usize + 1] += 1;
-            }
+        self.by_head = self.tiles.len() >= LONG_LIST * blocks as usize;
+        let heads = num_kv_heads as usize;
+        for index in 0..self.tiles.len() * heads {
+            let tile = &self.tiles[self.head_and_tile(index, heads).1];
+            let Some(mut least) = self.loads.peek_mut() else { return };
+            let Reverse((load, block)) = *least;
+            *least = Reverse((load + u64::from(keys_of(tile, group, rows, window) / STEP_KEYS) + TILE_OVERHEAD_STEPS, block));
+            self.owners.push(block);
+            self.work_start[block as usize + 1] += 1;
         }
         for block in 0..blocks as usize {
             self.work_start[block + 1] += self.work_start[block];
@@ -212,13 +219,17 @@ impl PrefillWork {
         self.fill_work(num_kv_heads);
     }
 
+    /// The KV head and tile that come at `index` of the order that work is shared out in.
+    fn head_and_tile(&self, index: usize, heads: usize) -> (usize, usize) {
+        if self.by_head { (index / self.tiles.len(), index % self.tiles.len()) } else { (index % heads, index / heads) }
+    }
+
     /// Sorts the work by owner, keeping its order.
     fn fill_work(&mut self, num_kv_heads: u32) {
         self.work.clear();
         self.work.resize(self.owners.len(), 0);
-        let num_tiles = self.tiles.len();
         for (index, &owner) in self.owners.iter().enumerate() {
-            let (head, tile) = (index / num_tiles, index % num_tiles);
+            let (head, tile) = self.head_and_tile(index, num_kv_heads as usize);
             let at = &mut self.work_start[owner as usize];
             self.work[*at as usize] = tile as u32 * num_kv_heads + head as u32;
             *at += 1;
@@ -285,6 +296,8 @@ mod tests {
             let least = *loads.iter().min().unwrap();
             if blocks < 256 {
                 assert!(most - least < most / 20, "{least}..{most} steps");
+            }
+            if blocks == 7 {
                 let heads: Vec<u32> = work.work[..work.work_start[1] as usize].iter().map(|w| w % num_kv_heads).collect();
                 assert!(heads.windows(2).all(|w| w[0] <= w[1]), "one head after the other: {heads:?}");
             }

@@ -285,12 +285,17 @@ impl QuantVariant {
     /// The launch for `m` tokens and `n` outputs.
     pub(crate) fn launch(&self, m: u32, n: u32, num_sms: u32) -> Launch {
         let w_rows = if self.gated { n.div_ceil(8) * 16 } else { n };
+        let tile_bytes = self.format.tile_bytes() as u32;
         if self.columns == 64 {
-            // Four k groups of three stages of 64 tokens, 272 bytes each.
-            return Launch { grid: (w_rows.div_ceil(64), m.div_ceil(64)), threads: 512, shared_bytes: 4 * 3 * 64 * 272 };
+            // Two k groups of four stages: 64 tokens of 272 bytes, and a tile for each of four warps.
+            let shared_bytes = 2 * 4 * (64 * 272 + 4 * tile_bytes);
+            return Launch { grid: (w_rows.div_ceil(64), m.div_ceil(64)), threads: 256, shared_bytes };
         }
-        // Two thread blocks stay on each multiprocessor and take row tiles in turn.
-        Launch { grid: (w_rows.div_ceil(16).min(2 * num_sms), 1), threads: 256, shared_bytes: 0 }
+        // Thread blocks stay, two on each multiprocessor, and take row tiles in turn. Each of their eight warps
+        // has a ring of tiles, and its sums twice.
+        let ring = if matches!(self.format, QuantFormat::Q8_0 | QuantFormat::Q6K) { 4 } else { 5 };
+        let shared_bytes = 8 * (ring * tile_bytes + self.columns / 8 * 1024);
+        Launch { grid: (w_rows.div_ceil(16).min(2 * num_sms), 1), threads: 256, shared_bytes }
     }
 }
 
@@ -401,10 +406,10 @@ mod tests {
     fn variants_and_their_launches() {
         let v = QuantVariant::select(QuantFormat::Q4K, 1, true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_k_m8");
-        assert_eq!(v.launch(1, 14_336, 132), Launch { grid: (264, 1), threads: 256, shared_bytes: 0 });
+        assert_eq!(v.launch(1, 14_336, 132), Launch { grid: (264, 1), threads: 256, shared_bytes: 8 * (5 * 1216 + 1024) });
         let v = QuantVariant::select(QuantFormat::Q6K, 70, false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m64");
-        assert_eq!(v.launch(70, 100, 132), Launch { grid: (2, 2), threads: 512, shared_bytes: 208_896 });
+        assert_eq!(v.launch(70, 100, 132), Launch { grid: (2, 2), threads: 256, shared_bytes: 193_536 });
         assert!(QuantVariant::select(QuantFormat::Q8_0, 4096, false).is_none());
         assert_eq!(dequantise(QuantFormat::Q8_0, 100, 576), ("dequantise_q8_0".into(), Launch { grid: (5, 1), threads: 256, shared_bytes: 0 }));
     }
