@@ -343,7 +343,7 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
 // ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
 
 constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
-constexpr int X_ROW_BYTES = 256 + 16, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 4;
+constexpr int X_ROW_BYTES = 256, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 4;
 
 /// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles.
 template <class F> constexpr size_t medium_shared_bytes() {
@@ -383,6 +383,7 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
         request_tile<F::TILE_BYTES>(to, w_row + static_cast<size_t>(step * K_GROUPS + k_group) * F::TILE_BYTES, lane);
     };
     auto request_x = [&](uint32_t step) {
+        // Odd rows have the halves of each 128 bytes exchanged, so that two rows read together share no bank.
         if (step >= steps) return;
         const uint32_t k_tile = step * K_GROUPS + k_group, to = shared_address(x_stages + step % X_STAGES * X_STAGE_BYTES);
 #pragma unroll
@@ -390,7 +391,7 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
             const uint32_t row = group_thread / 16 + i * (ROW_WARPS * 2), chunk = group_thread % 16, k = k_tile * 128 + chunk * 8;
             const bool wanted = token0 + row < p.m && k < p.c;
             const char* from = static_cast<const char*>(p.x) + (wanted ? (static_cast<size_t>(token0 + row) * p.x_stride + k) * 2 : 0);
-            copy16_async(to + row * X_ROW_BYTES + chunk * 16, from, wanted);
+            copy16_async(to + row * X_ROW_BYTES + (chunk ^ (row % 2 * 4)) * 16, from, wanted);
         }
     };
     const Spread spread;
@@ -423,7 +424,7 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
             const uint32_t a0[4] = {low[0], high[0], low[1], high[1]}, a1[4] = {low[2], high[2], low[3], high[3]};
 #pragma unroll
             for (int t = 0; t < MT; ++t) {
-                const unsigned char* at = x_stage + t * 8 * X_ROW_BYTES + strip * 64;
+                const unsigned char* at = x_stage + t * 8 * X_ROW_BYTES + (strip ^ (g & 1)) * 64;
                 uint2 x0, x1;
                 if constexpr (F::GROUPS == 1) {
                     const uint4 x = *reinterpret_cast<const uint4*>(at + c * 16);
@@ -526,8 +527,8 @@ template <class F> __device__ __forceinline__ void dequantise(const char* w, __n
         dequantise_##name(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c) {                           \
         pagemill::dequantise<pagemill::F>(w, out, rows, c);                                                         \
     }
-QUANT_KERNELS(q4_0, Q4_0, 5)
-QUANT_KERNELS(q4_1, Q4_1, 5)
-QUANT_KERNELS(q8_0, Q8_0, 4)
-QUANT_KERNELS(q4_k, Q4_K, 5)
-QUANT_KERNELS(q6_k, Q6_K, 4)
+QUANT_KERNELS(q4_0, Q4_0, 8)
+QUANT_KERNELS(q4_1, Q4_1, 8)
+QUANT_KERNELS(q8_0, Q8_0, 5)
+QUANT_KERNELS(q4_k, Q4_K, 8)
+QUANT_KERNELS(q6_k, Q6_K, 5)

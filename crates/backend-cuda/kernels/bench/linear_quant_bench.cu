@@ -20,7 +20,7 @@ struct Format {
     int ring;
 };
 #define F(T, n, B, BB) {#n, T, B, BB, pagemill::T::TILE_BYTES, linear_quant_##n##_m8, linear_quant_##n##_m16, linear_quant_##n##_m64, \
-    linear_quant_gated_##n##_m8, linear_quant_gated_##n##_m16, linear_quant_gated_##n##_m64, dequantise_##n, pagemill::T::TILE_BYTES > 1300 ? 4 : 5}
+    linear_quant_gated_##n##_m8, linear_quant_gated_##n##_m16, linear_quant_gated_##n##_m64, dequantise_##n, pagemill::T::TILE_BYTES > 1300 ? 5 : 8}
 static const Format FORMATS[] = {F(Q4_0, q4_0, 32, 18), F(Q4_1, q4_1, 32, 20), F(Q8_0, q8_0, 32, 34), F(Q4_K, q4_k, 256, 144), F(Q6_K, q6_k, 256, 210)};
 
 static float f16_at(const uint8_t* p) { __half h; memcpy(&h, p, 2); return __half2float(h); }

@@ -4,6 +4,8 @@
 //! Every KV head has the same cuts, so a plan speaks of thread blocks *of one KV head* (the grid's x). Cuts are
 //! counted in tiles of 16 tokens.
 
+#![allow(clippy::cast_possible_truncation)] // counts of tiles, pieces and slots: the batch was checked to fit when it was uploaded
+
 use super::{Half, Launch};
 
 /// Tokens of a tile; the smallest block size.
@@ -144,7 +146,11 @@ impl DecodeVariant {
 
     /// The launch for a plan of `blocks` thread blocks a KV head.
     pub(crate) fn launch(&self, num_heads: u32, num_kv_heads: u32, blocks: u32) -> Launch {
-        Launch { grid: (blocks, self.grid_y(num_heads, num_kv_heads)), threads: WARPS * 32, shared_bytes: self.shared_bytes() }
+        Launch {
+            grid: (blocks, self.grid_y(num_heads, num_kv_heads)),
+            threads: WARPS * 32,
+            shared_bytes: self.shared_bytes(),
+        }
     }
 
     /// `sizeof(DecodeShared)`: q, the warps' (max, sum) and outputs, weights, a flag.
@@ -212,7 +218,8 @@ impl DecodePlan {
         let mut total = 0;
         for seq in seqs {
             let (first, end) = tiles_of(seq, window);
-            let cuts = (first / DETERMINISTIC_TILES + 1..end.div_ceil(DETERMINISTIC_TILES)).map(|c| c * DETERMINISTIC_TILES);
+            let cuts =
+                (first / DETERMINISTIC_TILES + 1..end.div_ceil(DETERMINISTIC_TILES)).map(|c| c * DETERMINISTIC_TILES);
             self.push_pieces(seq, first, cuts, end);
             total += u64::from(end - first);
         }
@@ -266,7 +273,10 @@ impl DecodePlan {
                 self.piece_start.push(base + cuts_inside);
                 next += 1;
             }
-            let cuts = (from..next).map(|i| share(total, i, used)).filter(|&cut| cut > at).map(|cut| first + (cut - at) as u32);
+            let cuts = (from..next)
+                .map(|i| share(total, i, used))
+                .filter(|&cut| cut > at)
+                .map(|cut| first + (cut - at) as u32);
             self.push_pieces(seq, first, cuts, end);
             at += tiles;
         }
@@ -279,7 +289,16 @@ impl DecodePlan {
         for (slot, tile_end) in (self.num_slots..).zip(cuts.chain(std::iter::once(end))) {
             let DecodeSeq { q_row, table_start, kv_len } = *seq;
             let first_slot = self.num_slots;
-            self.pieces.push(DecodePiece { q_row, table_start, kv_len, tile_begin, tile_end, slot, first_slot, num_slots });
+            self.pieces.push(DecodePiece {
+                q_row,
+                table_start,
+                kv_len,
+                tile_begin,
+                tile_end,
+                slot,
+                first_slot,
+                num_slots,
+            });
             tile_begin = tile_end;
         }
         if num_slots > 1 {
@@ -310,6 +329,7 @@ fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) -> Option
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // a failed unwrap is a failed test
 mod tests {
     use super::*;
 

@@ -2,6 +2,8 @@
 //! Knows nothing of where buffers lie. Kernels: `kernels/attention_prefill.cu` (Hopper, head sizes 64 and 128)
 //! and `kernels/attention_prefill_any.cu`.
 
+#![allow(clippy::cast_possible_truncation)] // counts of tiles and heads: the batch was checked to fit when it was uploaded
+
 use super::{Half, Launch};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -209,7 +211,10 @@ impl PrefillWork {
             let tile = &self.tiles[self.head_and_tile(index, heads).1];
             let Some(mut least) = self.loads.peek_mut() else { return };
             let Reverse((load, block)) = *least;
-            *least = Reverse((load + u64::from(keys_of(tile, group, rows, window) / STEP_KEYS) + TILE_OVERHEAD_STEPS, block));
+            *least = Reverse((
+                load + u64::from(keys_of(tile, group, rows, window) / STEP_KEYS) + TILE_OVERHEAD_STEPS,
+                block,
+            ));
             self.owners.push(block);
             self.work_start[block as usize + 1] += 1;
         }
@@ -250,6 +255,7 @@ fn keys_of(tile: &PrefillTile, group: u32, rows: u32, window: Option<u32>) -> u3
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)] // a failed unwrap is a failed test
 mod tests {
     use super::*;
 
@@ -290,7 +296,12 @@ mod tests {
             let loads: Vec<u32> = work
                 .work_start
                 .windows(2)
-                .map(|w| work.work[w[0] as usize..w[1] as usize].iter().map(|&w| work.tiles[(w / num_kv_heads) as usize].first / 512 + 4).sum())
+                .map(|w| {
+                    work.work[w[0] as usize..w[1] as usize]
+                        .iter()
+                        .map(|&w| work.tiles[(w / num_kv_heads) as usize].first / 512 + 4)
+                        .sum()
+                })
                 .collect();
             let most = *loads.iter().max().unwrap();
             let least = *loads.iter().min().unwrap();
@@ -298,7 +309,8 @@ mod tests {
                 assert!(most - least < most / 20, "{least}..{most} steps");
             }
             if blocks == 7 {
-                let heads: Vec<u32> = work.work[..work.work_start[1] as usize].iter().map(|w| w % num_kv_heads).collect();
+                let heads: Vec<u32> =
+                    work.work[..work.work_start[1] as usize].iter().map(|w| w % num_kv_heads).collect();
                 assert!(heads.windows(2).all(|w| w[0] <= w[1]), "one head after the other: {heads:?}");
             }
         }
@@ -317,7 +329,10 @@ mod tests {
         assert_eq!(v.name(), "attention_prefill_bf16_e128");
         assert_eq!(v.launch(5000, 132), Launch { grid: (132, 1), threads: 384, shared_bytes: 198_656 });
         let any = PrefillVariant::select(Half::F16, 256, true).unwrap();
-        assert_eq!((any.name().as_str(), any.tile_rows(), any.needs_map()), ("attention_prefill_any_f16_e256", 64, false));
+        assert_eq!(
+            (any.name().as_str(), any.tile_rows(), any.needs_map()),
+            ("attention_prefill_any_f16_e256", 64, false)
+        );
         assert_eq!(any.launch(7, 132), Launch { grid: (7, 1), threads: 128, shared_bytes: 101_376 });
         assert!(!PrefillVariant::select(Half::Bf16, 64, false).unwrap().needs_map());
         assert!(PrefillVariant::select(Half::Bf16, 72, true).is_none());
