@@ -20,13 +20,13 @@
 
 namespace pagemill {
 
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
 constexpr int TILE_ROWS = 128;
 constexpr int TILE_KEYS = 128;
 using Work = PrefillWork<TILE_ROWS, TILE_KEYS>;
 constexpr int STAGES = 2;
 constexpr int WARPGROUP = 128;
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 /// Panels of 64 elements side by side, each [rows, 64] swizzled.
 template <int E> struct PrefillShared {
