@@ -3,8 +3,10 @@
 use std::fs;
 use std::io;
 use std::path::Path;
+use std::sync::Arc;
 
 use pagemill_formats::testing::{GgufWriter, SafetensorsWriter};
+use pagemill_mpi::frame::{Counters, Frame, Hello};
 
 const CONFIGS: [&str; 4] = [
     r#"{"model_type":"llama","architectures":["A"],"torch_dtype":"float16","eos_token_id":[1,2],"rope_theta":1e4,
@@ -44,6 +46,24 @@ fn main() -> io::Result<()> {
     write("safetensors", "plain", &safetensors.build())?;
     for (idx, config) in CONFIGS.iter().enumerate() {
         write("hf_config", &idx.to_string(), config.as_bytes())?;
+    }
+    let frames = [
+        Frame::Hello(Hello {
+            token: [1; 16],
+            world_size: 4,
+            rank: 1,
+            fingerprint: [2; 32],
+            available_bytes: 1 << 30,
+            host: "b".into(),
+        }),
+        Frame::Step(Arc::default()),
+        Frame::Output { output: Default::default(), counters: Counters::default() },
+        Frame::Error { reason: "rank 2 is lost".into() },
+    ];
+    for (idx, frame) in frames.iter().enumerate() {
+        let mut bytes = Vec::new();
+        frame.encode(&mut bytes).expect("within every cap");
+        write("frame", &idx.to_string(), &bytes)?;
     }
     Ok(())
 }

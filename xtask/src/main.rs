@@ -2,15 +2,20 @@
 
 #![forbid(unsafe_code)]
 
+mod cuda;
+mod emulated;
 mod tidy;
 
 use anyhow::{Context, Result, bail};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 
-const USAGE: &str = "cargo xtask test    everything CI checks: tidy, format, clippy, all tests
-cargo xtask tidy    arrows between crates, file lengths, names
-cargo xtask lint    format and clippy";
+const USAGE: &str = "cargo xtask test        everything CI checks: tidy, format, clippy, all tests
+cargo xtask tidy        arrows between crates, file lengths, names
+cargo xtask lint        format and clippy
+cargo xtask emulated    the backend's tests for aarch64, under an emulator
+cargo xtask cuda        the feature cuda: all kernels compile, what needs no GPU is tested
+cargo xtask cuda-toolkit    fetches nvcc (105 MB) for builds with that feature";
 
 fn main() -> ExitCode {
     match run() {
@@ -28,6 +33,9 @@ fn run() -> Result<()> {
         ["test"] => test(),
         ["tidy"] => tidy::run(&root()),
         ["lint"] => lint(),
+        ["emulated"] => emulated::run(),
+        ["cuda"] => check_cuda(),
+        ["cuda-toolkit"] => cuda::toolkit(&root()),
         ["help" | "--help" | "-h"] => {
             println!("{USAGE}");
             Ok(())
@@ -45,7 +53,27 @@ fn test() -> Result<()> {
     tidy::run(&root())?;
     lint()?;
     cargo(&["test", "--workspace", "--all-targets"])?;
-    cargo(&["test", "--workspace", "--doc"])
+    cargo(&["test", "--workspace", "--doc"])?;
+    test_over_mpi()?;
+    emulated::run()
+}
+
+fn check_cuda() -> Result<()> {
+    cuda::toolkit(&root())?;
+    cuda::CHECKS.iter().try_for_each(|args| cargo(args))
+}
+
+/// What links MPI, where MPI is: its library for programs to link, and its launcher.
+fn test_over_mpi() -> Result<()> {
+    for tool in ["mpicc", "mpirun"] {
+        if Command::new(tool).arg("--version").output().is_err() {
+            println!("xtask: there is no {tool} here: ranks over MPI were neither built nor tested");
+            return Ok(());
+        }
+    }
+    cargo(&["clippy", "-p", "pagemill-mpi", "--features", "link", "--all-targets", "--", "-D", "warnings"])?;
+    cargo(&["clippy", "-p", "pagemill", "--features", "mpi", "--", "-D", "warnings"])?;
+    cargo(&["test", "-p", "pagemill-mpi", "--features", "link"])
 }
 
 fn lint() -> Result<()> {
@@ -54,9 +82,16 @@ fn lint() -> Result<()> {
 }
 
 fn cargo(args: &[&str]) -> Result<()> {
+    cargo_with(args, &[])
+}
+
+/// Runs cargo in the workspace with these variables set.
+fn cargo_with(args: &[&str], envs: &[(&str, &str)]) -> Result<()> {
     println!("$ cargo {}", args.join(" "));
     let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-    let status = Command::new(cargo).args(args).current_dir(root()).status().context("starting cargo")?;
+    let mut command = Command::new(cargo);
+    command.args(args).envs(envs.iter().copied()).current_dir(root());
+    let status = command.status().context("starting cargo")?;
     if !status.success() {
         bail!("cargo {} failed ({status})", args.join(" "));
     }

@@ -19,6 +19,9 @@ pub trait Collective: Send + Sync {
     fn send(&self, x: &Tensor, peer: usize) -> Result<(), BackendError>;
     /// Receives hidden states from the stage `peer`.
     fn recv(&self, out: &mut Tensor, peer: usize) -> Result<(), BackendError>;
+    /// This rank cannot go on: every call of every rank that waits now or comes later fails with
+    /// `reason`. Never blocks. The first reason stays.
+    fn abort(&self, _reason: &str) {}
 }
 
 /// The collective of a single rank: sums and gathers are the identity.

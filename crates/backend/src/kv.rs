@@ -18,7 +18,7 @@ pub struct KvPoolSpec {
     pub num_kv_heads: usize,
     /// Elements of one head (K and V alike).
     pub head_dim: usize,
-    /// Element type: F16 or F32.
+    /// Element type: F16, BF16 (on devices that have it) or F32.
     pub dtype: DType,
 }
 

@@ -8,7 +8,9 @@
 //! (columns of a weight row), `V` vocabulary, `R` rows whose logits are wanted.
 
 pub mod batch;
+pub mod check;
 pub mod collective;
+pub mod composed;
 pub mod cpu;
 pub mod dtype;
 pub mod error;
@@ -18,11 +20,12 @@ pub mod tensor;
 
 pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
-pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa};
+pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective, host_elements, host_elements_mut};
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
 pub use ops::{
-    Activation, AttentionParams, Backend, DeviceInfo, LinearPart, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+    Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, Norm, Qkv,
+    ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
 };
 pub use tensor::{DeviceBuffer, Tensor, Weight};

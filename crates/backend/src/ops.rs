@@ -7,8 +7,10 @@
 //! - Softmax, norms, RoPE angles and logits are f32.
 //! - Ops allocate nothing after warm-up, except [`Backend::temp`], which recycles.
 //! - Shapes and dtypes are checked before a pointer is taken.
+//! - A fused op ([`Backend::fused_linear`], [`Backend::rope_kv_write`]) gives the bits that the plain ops give one
+//!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 
-use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight};
+use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed};
 
 /// What a device says about itself.
 #[derive(Clone, Debug)]
@@ -21,6 +23,9 @@ pub struct DeviceInfo {
     pub num_units: usize,
     /// Bytes of memory that this process may still take.
     pub memory_available_bytes: u64,
+    /// Whether that memory is also everybody else's on this machine (the CPU's is), so that a pool should
+    /// not take all of it.
+    pub shares_memory: bool,
 }
 
 /// A weight about to be loaded.
@@ -59,6 +64,100 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU.
     GeluTanh,
+}
+
+/// An RMS norm: `x / rms(x) * weight`.
+#[derive(Clone, Copy)]
+pub struct Norm<'a> {
+    /// `[1, cols]`.
+    pub weight: &'a Tensor,
+    /// Added to the mean of squares.
+    pub eps: f32,
+}
+
+/// What is added to a residual stream.
+#[derive(Clone, Copy)]
+pub struct Addend<'a> {
+    /// `[T, C]`.
+    pub x: &'a Tensor,
+    /// The norm that `x` goes through first, if any.
+    pub norm: Option<Norm<'a>>,
+}
+
+/// What a product reads, `[T, C]`. All but the first are made on the way: a backend may keep a row where it is
+/// made (in registers, or only quantised), since nobody else reads it.
+#[must_use = "the rows, and the sum into the residual, are only made by the product that takes this"]
+pub enum LinearInput<'a> {
+    /// The rows as they are.
+    Plain(&'a Tensor),
+    /// The norm of `x`.
+    Normed {
+        /// `[T, C]`.
+        x: &'a Tensor,
+        /// Over `C`.
+        norm: Norm<'a>,
+    },
+    /// `residual += addend`, then the norm of `residual`.
+    AddNormed {
+        /// `[T, C]`, left as the sum.
+        residual: &'a mut Tensor,
+        /// `[T, C]`.
+        addend: Addend<'a>,
+        /// Over `C`.
+        norm: Norm<'a>,
+    },
+    /// `act(gate) * up`, element by element.
+    Gated {
+        /// `[T, C]`.
+        gate: &'a Tensor,
+        /// `[T, C]`.
+        up: &'a Tensor,
+        /// The gate's activation.
+        act: Activation,
+    },
+}
+
+impl LinearInput<'_> {
+    /// The tensor whose shape the input has.
+    fn shaped(&self) -> &Tensor {
+        match self {
+            LinearInput::Plain(x) | LinearInput::Normed { x, .. } | LinearInput::Gated { gate: x, .. } => x,
+            LinearInput::AddNormed { residual, .. } => residual,
+        }
+    }
+
+    /// `T`.
+    #[must_use]
+    pub fn rows(&self) -> usize {
+        self.shaped().rows()
+    }
+
+    /// `C`.
+    #[must_use]
+    pub fn cols(&self) -> usize {
+        self.shaped().cols()
+    }
+}
+
+/// Heads of a step's tokens, as the projections give them.
+pub struct Qkv {
+    /// `[T, H * E]`.
+    pub q: Tensor,
+    /// `[T, K * E]`.
+    pub k: Tensor,
+    /// `[T, K * E]`.
+    pub v: Tensor,
+}
+
+/// What happens to each head of q and k before attention: the norm, then the rotation.
+#[derive(Clone, Copy)]
+pub struct HeadTransform<'a> {
+    /// Over `E`, for q.
+    pub q_norm: Option<Norm<'a>>,
+    /// Over `E`, for k.
+    pub k_norm: Option<Norm<'a>>,
+    /// Rotation by the token's position.
+    pub rope: &'a RopeTable,
 }
 
 /// How a head's elements pair up for the rotation.
@@ -116,6 +215,18 @@ pub trait Backend: Send + Sync {
     /// An f32 workspace tensor, contents undefined; recycled on drop. Allocates only while warming up.
     fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError>;
 
+    /// A workspace tensor for what flows between two ops of a layer: like [`Backend::temp`], but of the
+    /// element type that this device prefers there (bf16 where matrices are multiplied in bf16). Every op
+    /// takes and gives either type. The residual stream and the logits stay in f32.
+    fn activation(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
+        self.temp(rows, cols)
+    }
+
+    /// Rows of logits that are worth computing at once: more cost workspace, fewer read the head again.
+    fn logits_rows(&self) -> usize {
+        32
+    }
+
     /// While on, ops check their shapes and take every buffer that they would take, but the costly ones may
     /// leave their arithmetic out: results are undefined. Sizes the workspace without paying for a step.
     /// A backend that ignores it computes as always.
@@ -140,8 +251,37 @@ pub trait Backend: Send + Sync {
     /// Ends what `begin_forward` began.
     fn end_forward(&self);
 
+    /// Runs a forward that this device has recorded, over the tokens and batch given: its hidden states, or
+    /// `None` when there is no such record and the caller must run the ops. A device may then record them,
+    /// up to [`Backend::end_recording`].
+    fn replay(&self, _ids: &[u32], _batch: &DeviceBatch) -> Result<Option<Tensor>, BackendError> {
+        Ok(None)
+    }
+
+    /// The ops of the forward that [`Backend::replay`] had no record of are through, with this result.
+    /// Gives the hidden states, computed.
+    fn end_recording(&self, hidden: Tensor) -> Result<Tensor, BackendError> {
+        Ok(hidden)
+    }
+
     /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError>;
+
+    /// As [`Backend::embed`], of a table that holds the rows of the ids `first_id..first_id + V` only:
+    /// the rows of `out` of all other ids become zero. Every rank of a stage has a part of the
+    /// vocabulary, so that the sum over ranks is the embedding.
+    fn embed_part(
+        &self,
+        _table: &Weight,
+        _first_id: usize,
+        _ids: &[u32],
+        _scale: f32,
+        _out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        let device = self.info().description;
+        let detail = "this device does not cut the vocabulary".into();
+        Err(BackendError::Unsupported { device, op: "embed_part", dtype: DType::F32, detail })
+    }
 
     /// `out = x / rms(x) * weight`, row by row; `weight` `[1, cols]`. `x` and `out` `[rows, cols]`.
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError>;
@@ -162,6 +302,11 @@ pub trait Backend: Send + Sync {
     /// `part.out = x · part.weightᵀ (+ bias)` for every part; `x` `[T, C]` is quantised once for all.
     fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError>;
 
+    /// [`Self::linear`] over rows that are made on the way, once for all parts.
+    fn fused_linear(&self, input: LinearInput<'_>, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
+        composed::linear(self, input, parts)
+    }
+
     /// Rotates the first `2 * inv_freq.len()` elements of every head of `x` `[T, heads * E]` in place.
     fn rope(&self, x: &mut Tensor, head_dim: usize, table: &RopeTable, batch: &DeviceBatch)
     -> Result<(), BackendError>;
@@ -175,6 +320,19 @@ pub trait Backend: Send + Sync {
         batch: &DeviceBatch,
         kv: &mut KvPool,
     ) -> Result<(), BackendError>;
+
+    /// Norms (where given) and rotates each head of q and k by its token's position, and writes k and v to the slots
+    /// of `params.group_idx`. Gives q `[T, H * E]`; what is left of k and v is recycled.
+    fn rope_kv_write(
+        &self,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<Tensor, BackendError> {
+        composed::rope_kv_write(self, qkv, transform, params, batch, kv)
+    }
 
     /// Causal attention of `q` `[T, H * E]` over the cached blocks where they lie (this step's
     /// tokens are already written). `out` `[T, H * E]`.
@@ -204,6 +362,13 @@ pub trait Backend: Send + Sync {
 
     /// `x = cap * tanh(x / cap)`.
     fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError>;
+
+    /// The column of each row's largest element of `x` `[rows, cols]` (the lowest of equals), or `None` for a
+    /// row that holds a NaN, into `out` `[rows]`. False, and nothing done, where the host reads rows as
+    /// fast as the device. Waits for the device.
+    fn argmax_rows(&self, _x: &Tensor, _out: &mut [Option<u32>]) -> Result<bool, BackendError> {
+        Ok(false)
+    }
 
     /// Copies `x` to the host, row-major, into `out` (`rows * cols` long). Waits for the device.
     fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError>;

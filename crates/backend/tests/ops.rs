@@ -245,6 +245,22 @@ fn embed_gather_scale_cap_and_rows() {
             let error = backend.embed(&table, &[301], 1.0, &mut poisoned(&backend, 1, cols)).unwrap_err();
             assert!(error.to_string().contains("token ids below 301"), "{error}");
 
+            // Parts of the vocabulary, each without the others' rows, add up to the whole.
+            let mut sum = vec![0.0f32; ids.len() * cols];
+            for rows in [0..100, 100..301] {
+                let row_bytes = bytes.len() / vocab;
+                let part = &bytes[rows.start * row_bytes..rows.end * row_bytes];
+                let part = load(&backend, dtype, rows.len(), cols, part);
+                let mut some = poisoned(&backend, ids.len(), cols);
+                backend.embed_part(&part, rows.start, &ids, 1.5, &mut some).unwrap();
+                let some = host(&backend, &some);
+                for (row, id) in some.chunks_exact(cols).zip(&ids) {
+                    assert!(rows.contains(&(*id as usize)) || row.iter().all(|x| *x == 0.0));
+                }
+                sum.iter_mut().zip(&some).for_each(|(sum, x)| *sum += x);
+            }
+            assert_eq!(sum, expected);
+
             let mut gathered = poisoned(&backend, 3, cols);
             backend.gather_rows(&out, &[999, 0, 999], &mut gathered).unwrap();
             let gathered = host(&backend, &gathered);

@@ -4,6 +4,7 @@ use crate::{Cli, environment};
 use clap::builder::Resettable;
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, FromArgMatches};
+use std::ffi::OsString;
 use std::process::ExitCode;
 
 /// What programs return for a wrong command line.
@@ -14,8 +15,9 @@ const USAGE_EXIT_CODE: u8 = 2;
 /// # Errors
 /// The code to exit with, after help, version or one sentence about the fault was printed.
 pub fn parse() -> Result<Cli, ExitCode> {
-    let outcome =
-        adjusted(Cli::command()).try_get_matches().and_then(|mut matches| Cli::from_arg_matches_mut(&mut matches));
+    let outcome = adjusted(Cli::command())
+        .try_get_matches_from(spelled_out(std::env::args_os()))
+        .and_then(|mut matches| Cli::from_arg_matches_mut(&mut matches));
     outcome.map_err(|error| match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
             // A reader that went away (`--help | head -1`) is no fault.
@@ -30,6 +32,23 @@ pub fn parse() -> Result<Cli, ExitCode> {
             eprintln!("pagemill: {}", sentence(&error));
             ExitCode::from(USAGE_EXIT_CODE)
         }
+    })
+}
+
+/// Short flags of two letters, as other engines have them, in full: clap would take `-tp 2` for `-t p`.
+const TWO_LETTERS: [(&str, &str); 2] = [("-tp", "--tensor-parallel"), ("-pp", "--pipeline-parallel")];
+
+/// The command line without [`TWO_LETTERS`]. What follows `--` stays.
+fn spelled_out(arguments: impl Iterator<Item = OsString>) -> impl Iterator<Item = OsString> {
+    let mut is_over = false;
+    arguments.map(move |argument| {
+        is_over |= argument == "--";
+        let Some(text) = argument.to_str().filter(|_| !is_over) else { return argument };
+        let (flag, value) = text.find('=').map_or((text, ""), |at| text.split_at(at));
+        TWO_LETTERS
+            .iter()
+            .find(|(short, _)| *short == flag)
+            .map_or(argument.clone(), |(_, long)| format!("{long}{value}").into())
     })
 }
 
@@ -93,6 +112,14 @@ mod tests {
     #[test]
     fn the_commands_are_well_formed() {
         Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn two_letters_are_one_flag() {
+        let given = ["pagemill", "run", "-tp", "2", "-pp=3", "-t", "4", "--", "-tp"];
+        let spelled: Vec<OsString> = spelled_out(given.into_iter().map(OsString::from)).collect();
+        let expected = ["pagemill", "run", "--tensor-parallel", "2", "--pipeline-parallel=3", "-t", "4", "--", "-tp"];
+        assert_eq!(spelled, expected.map(OsString::from));
     }
 
     #[test]

@@ -1,10 +1,11 @@
 //! From what was typed to what is valid: each room's immutable part of the configuration. Every message
 //! names the key.
 
+use crate::devices::Device;
 use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
-use pagemill_engine::EngineConfig;
+use pagemill_engine::{EngineConfig, ParallelMode};
 use pagemill_scheduler::KvLayout;
 
 /// The parts of a valid configuration that concern model and engine.
@@ -12,8 +13,21 @@ use pagemill_scheduler::KvLayout;
 pub struct Config {
     /// The engine's part.
     pub engine: EngineConfig,
-    /// The device's part.
+    /// Where the model runs.
+    pub device: Device,
+    /// The CPU's part.
     pub cpu: CpuConfig,
+    /// Where weights come from.
+    pub load_format: LoadFormat,
+}
+
+/// Where weights come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadFormat {
+    /// The model's files.
+    Stored,
+    /// Made up from the configuration alone, for benches.
+    Dummy,
 }
 
 /// Validates the engine's settings.
@@ -21,33 +35,29 @@ pub struct Config {
 /// # Errors
 /// One sentence naming the key.
 pub fn engine_config(settings: EngineSettings) -> Result<Config> {
-    single(settings.tensor_parallel, "tensor_parallel")?;
-    single(settings.pipeline_parallel, "pipeline_parallel")?;
+    let parallel = parallel_mode(settings.tensor_parallel, settings.pipeline_parallel)?;
     if let Some(q) = settings.quantization.as_deref()
         && !["as-stored", "as_stored", "none"].contains(&q)
     {
         bail!("quantization = {q}: this version runs weights as they are stored (as-stored)");
     }
-    if let Some(device) = settings.device.as_deref()
-        && device != "cpu"
-        && device != "auto"
-    {
-        bail!("device = {device}: this version runs on cpu");
-    }
-    let defaults = EngineConfig::default();
+    let device = Device::parse(settings.device.as_deref())?;
+    let defaults = device.engine_defaults();
     let engine = EngineConfig {
-        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?,
+        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size),
         max_seq_len: positive(settings.max_seq_len, "max_seq_len")?,
         max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?,
         prefill_chunk_size: positive(settings.prefill_chunk_size, "prefill_chunk_size")?
             .unwrap_or(defaults.prefill_chunk_size),
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
         block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
-        kv_dtype: kv_dtype(settings.kv_dtype.as_deref())?,
+        kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), device)?,
         kv_layout: kv_layout(settings.kv_layout.as_deref())?,
         kv_cache_bytes: settings.kv_cache_bytes.as_deref().map(|s| parse_bytes(s, "kv_cache_bytes")).transpose()?,
         prefix_cache: settings.prefix_cache.unwrap_or(defaults.prefix_cache),
         max_waiting: positive(settings.max_waiting, "max_waiting")?.unwrap_or(defaults.max_waiting),
+        parallel,
+        micro_batches: micro_batches(settings.micro_batches.as_deref())?,
         ..defaults
     };
     if let (Some(tokens), Some(batch)) = (engine.max_batch_tokens, engine.max_batch_size)
@@ -60,13 +70,30 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         activations: activations(settings.activations.as_deref())?,
         isa: isa(settings.isa.as_deref())?,
     };
-    Ok(Config { engine, cpu })
+    Ok(Config { engine, device, cpu, load_format: load_format(settings.load_format.as_deref())? })
 }
 
-fn single(value: Option<usize>, key: &str) -> Result<()> {
-    match value {
-        None | Some(1) => Ok(()),
-        Some(n) => bail!("{key} = {n}: this version runs on one rank (1)"),
+/// More ranks in one process than any machine has cores.
+const RANKS_MAX: usize = 256;
+
+fn parallel_mode(tensor_parallel: Option<usize>, pipeline_parallel: Option<usize>) -> Result<ParallelMode> {
+    let tensor_parallel = positive(tensor_parallel, "tensor_parallel")?.unwrap_or(1);
+    let pipeline_parallel = positive(pipeline_parallel, "pipeline_parallel")?.unwrap_or(1);
+    if tensor_parallel.checked_mul(pipeline_parallel).is_none_or(|ranks| ranks > RANKS_MAX) {
+        bail!(
+            "tensor_parallel = {tensor_parallel}: with pipeline_parallel = {pipeline_parallel} there would be more than {RANKS_MAX} ranks"
+        );
+    }
+    Ok(ParallelMode { tensor_parallel, pipeline_parallel })
+}
+
+fn micro_batches(text: Option<&str>) -> Result<Option<usize>> {
+    match text {
+        None | Some("auto") => Ok(None),
+        Some(text) => match text.parse() {
+            Ok(count @ 1..=32) => Ok(Some(count)),
+            _ => bail!("micro_batches = {text}: must be auto or a number from 1 to 32"),
+        },
     }
 }
 
@@ -94,11 +121,20 @@ fn block_size(value: usize) -> Result<usize> {
     bail!("block_size = {value}: must be 16, 32, 64, 128 or 256")
 }
 
-fn kv_dtype(text: Option<&str>) -> Result<DType> {
+fn load_format(text: Option<&str>) -> Result<LoadFormat> {
+    match text {
+        None | Some("auto") => Ok(LoadFormat::Stored),
+        Some("dummy") => Ok(LoadFormat::Dummy),
+        Some(other) => bail!("load_format = {other}: must be auto or dummy"),
+    }
+}
+
+fn kv_dtype(text: Option<&str>, device: Device) -> Result<DType> {
     match text {
         None | Some("f16" | "auto" | "float16") => Ok(DType::F16),
+        Some("bf16" | "bfloat16") if device != Device::Cpu => Ok(DType::BF16),
         Some("f32" | "float32") => Ok(DType::F32),
-        Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32"),
+        Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32, on a GPU also in bf16"),
     }
 }
 
@@ -180,6 +216,8 @@ pub struct ServeConfig {
     pub drain_timeout_s: u64,
     /// Seconds between SSE comments; `None`: none.
     pub sse_keep_alive_s: Option<u64>,
+    /// Port for the other ranks' processes; 0 picks one.
+    pub rank_port: u16,
 }
 
 /// Validates the server's settings.
@@ -209,6 +247,7 @@ pub fn serve_config(settings: &ServerSettings) -> Result<ServeConfig> {
         cors_origins: settings.cors_origin.clone().unwrap_or_default(),
         drain_timeout_s: settings.drain_timeout.unwrap_or(60),
         sse_keep_alive_s: settings.sse_keep_alive.filter(|&s| s > 0),
+        rank_port: settings.rank_port.unwrap_or(0),
     })
 }
 
@@ -270,7 +309,11 @@ mod tests {
             (EngineSettings { kv_dtype: Some("int3".into()), ..Default::default() }, "kv_dtype"),
             (EngineSettings { kv_layout: Some("heap".into()), ..Default::default() }, "kv_layout"),
             (EngineSettings { max_batch_size: Some(0), ..Default::default() }, "max_batch_size"),
-            (EngineSettings { tensor_parallel: Some(2), ..Default::default() }, "tensor_parallel"),
+            (EngineSettings { tensor_parallel: Some(0), ..Default::default() }, "tensor_parallel"),
+            (EngineSettings { tensor_parallel: Some(usize::MAX), ..Default::default() }, "tensor_parallel = "),
+            (EngineSettings { pipeline_parallel: Some(300), ..Default::default() }, "tensor_parallel = 1: with"),
+            (EngineSettings { micro_batches: Some("many".into()), ..Default::default() }, "micro_batches"),
+            (EngineSettings { micro_batches: Some("0".into()), ..Default::default() }, "micro_batches"),
             (EngineSettings { activations: Some("f8".into()), ..Default::default() }, "activations"),
             (EngineSettings { isa: Some("sse9".into()), ..Default::default() }, "isa"),
             (EngineSettings { device: Some("tpu".into()), ..Default::default() }, "device"),

@@ -1,17 +1,16 @@
 //! Puts the parts together: MODEL → checkpoint → device → engine (and text). Shows progress and the memory
 //! that was taken.
 
-use crate::config::Config;
-use crate::models;
-use anyhow::{Context, Result};
+use crate::config::{Config, LoadFormat};
+use crate::processes::Leading;
+use crate::{models, ranks};
+use anyhow::Result;
 use indicatif::{HumanBytes, ProgressBar};
-use pagemill_backend::{Backend, CpuBackend};
-use pagemill_engine::{EngineHandle, MemoryPlan, build_engine};
+use pagemill_engine::{EngineHandle, MemoryPlan, build_engine_on};
 use pagemill_formats::Checkpoint;
-use pagemill_model::ModelSpec;
+use pagemill_model::{LoadProgress, ModelSpec};
 use pagemill_server::TextAssets;
 use std::path::Path;
-use std::sync::Arc;
 
 /// What loading prints (to standard error).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -22,6 +21,15 @@ pub enum Show {
     Memory,
     /// Nothing, for benches.
     Nothing,
+}
+
+/// Where a model's ranks live.
+#[derive(Clone, Copy)]
+pub enum Home<'a> {
+    /// In this process, as threads.
+    Threads,
+    /// In several processes, of which this one is rank 0.
+    Processes(&'a Leading),
 }
 
 /// A running engine.
@@ -53,14 +61,24 @@ pub fn read_spec(path: &Path) -> Result<ModelSpec> {
     Ok(pagemill_model::read_spec(&checkpoint)?)
 }
 
+/// Opens MODEL: its files, or its configuration alone where weights are made up.
+///
+/// # Errors
+/// What cannot be found or read.
+pub fn open(model: &str, config: &Config) -> Result<Checkpoint> {
+    match config.load_format {
+        LoadFormat::Stored => Ok(Checkpoint::open(&models::resolve(model)?)?),
+        LoadFormat::Dummy => Ok(Checkpoint::open_config(Path::new(model))?),
+    }
+}
+
 /// Loads MODEL and starts its engine.
 ///
 /// # Errors
 /// One sentence about what cannot be found, read or fitted.
 pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
-    start(&checkpoint, config, show)
+    let checkpoint = open(model, config)?;
+    start(&checkpoint, config, show, Home::Threads)
 }
 
 /// Loads MODEL with tokenizer and template.
@@ -68,33 +86,49 @@ pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEng
 /// # Errors
 /// As [`load_engine`].
 pub fn load_model(model: &str, config: &Config, show: Show) -> Result<LoadedModel> {
-    let path = models::resolve(model)?;
-    let checkpoint = Checkpoint::open(&path)?;
+    load_model_in(Home::Threads, model, config, show)
+}
+
+/// The same, wherever the ranks live.
+///
+/// # Errors
+/// As [`load_engine`].
+pub fn load_model_in(home: Home<'_>, model: &str, config: &Config, show: Show) -> Result<LoadedModel> {
+    let checkpoint = open(model, config)?;
     // The vocabulary and the weights are independent of each other: both at once.
     std::thread::scope(|scope| {
         let text = scope.spawn(|| TextAssets::from_checkpoint(&checkpoint));
-        let engine = start(&checkpoint, config, show)?;
+        let engine = start(&checkpoint, config, show, home)?;
         let text = text.join().map_err(|_| anyhow::anyhow!("loading the tokenizer failed"))??;
         Ok(LoadedModel { engine, text })
     })
 }
 
-fn start(checkpoint: &Checkpoint, config: &Config, show: Show) -> Result<LoadedEngine> {
-    let backend = CpuBackend::new(config.cpu).context("starting the CPU device")?;
-    let device = backend.info().description;
-    let backend: Arc<dyn Backend> = Arc::new(backend);
+fn start(checkpoint: &Checkpoint, config: &Config, show: Show, home: Home<'_>) -> Result<LoadedEngine> {
+    // A layout that cannot be is a sentence before any thread is started.
+    pagemill_model::plan_stages(checkpoint, config.engine.parallel)?;
     let bar = match show {
         Show::Nothing => ProgressBar::hidden(),
         Show::Progress | Show::Memory => models::pull::byte_bar(0, "loading weights"),
     };
-    let built = build_engine(checkpoint, backend, &config.engine, &|progress| {
+    let progress = |progress: LoadProgress| {
         bar.set_length(progress.bytes_total);
         bar.set_position(progress.bytes_done);
-    })?;
+    };
+    let (built, device) = match home {
+        Home::Threads => {
+            let ranks::Ranks { contexts, description } = ranks::open(config)?;
+            (build_engine_on(checkpoint, contexts, &config.engine, &progress)?, description)
+        }
+        Home::Processes(leading) => leading.build(checkpoint, config, &progress)?,
+    };
     bar.finish_and_clear();
     if show == Show::Memory {
         eprintln!("{} on {device}, {} of weights", built.spec.architecture, HumanBytes(built.plan.weight_bytes));
         eprintln!("{}", built.plan);
+        if let Some(text) = ranks::describe(&built.engine.status().pipeline) {
+            eprintln!("{text}");
+        }
     }
     Ok(LoadedEngine { handle: EngineHandle::spawn(built.engine), spec: built.spec, plan: built.plan, device })
 }

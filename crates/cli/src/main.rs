@@ -5,9 +5,12 @@
 mod arguments;
 mod commands;
 mod config;
+mod devices;
 mod environment;
 mod loading;
 mod models;
+mod processes;
+mod ranks;
 mod settings;
 
 use clap::{Args, Parser, Subcommand};

@@ -20,16 +20,16 @@ pub struct EngineSettings {
     /// Tokens in one step at most [default: derived]
     #[arg(long, env = "PAGEMILL_MAX_BATCH_TOKENS", visible_alias = "max-num-batched-tokens", value_name = "TOKENS")]
     pub max_batch_tokens: Option<usize>,
-    /// Prompt tokens of one request in one step at most [default: 512]
+    /// Prompt tokens of one request in one step at most [default: 512, on a GPU 2048]
     #[arg(long, env = "PAGEMILL_PREFILL_CHUNK_SIZE", visible_alias = "ubatch-size", value_name = "TOKENS")]
     pub prefill_chunk_size: Option<usize>,
     /// `false` runs classic static batches: the baseline that benches compare with [default: true]
     #[arg(long, env = "PAGEMILL_CONTINUOUS_BATCHING", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
     pub continuous_batching: Option<bool>,
-    /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16]
+    /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16, on a GPU 64]
     #[arg(long, env = "PAGEMILL_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<usize>,
-    /// KV element type: f16 or f32 [default: f16]
+    /// KV element type: f16 or f32, on a GPU also bf16 [default: f16]
     #[arg(long, env = "PAGEMILL_KV_DTYPE", visible_alias = "kv-cache-dtype", value_name = "TYPE")]
     pub kv_dtype: Option<String>,
     /// `paged`, or `contiguous`: reserve max_seq_len for each sequence, as a baseline [default: paged]
@@ -48,27 +48,35 @@ pub struct EngineSettings {
     /// Requests waiting at most; more get 429 [default: 1024]
     #[arg(long, env = "PAGEMILL_MAX_WAITING", value_name = "N")]
     pub max_waiting: Option<usize>,
-    /// Ranks that share each layer (1 in this version)
+    /// Ranks that share each layer; -tp is short for it [default: 1]
     #[arg(long, env = "PAGEMILL_TENSOR_PARALLEL", visible_alias = "tensor-parallel-size", value_name = "N")]
     pub tensor_parallel: Option<usize>,
-    /// Stages that share the layers out (1 in this version)
-    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "N")]
+    /// Stages that share the layers out; -pp is short for it [default: 1]
+    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "M")]
     pub pipeline_parallel: Option<usize>,
+    /// Steps in flight in the pipeline, or `auto`: measured at start, from 4 upwards [default: auto]
+    #[arg(long, env = "PAGEMILL_MICRO_BATCHES", value_name = "N|auto")]
+    #[serde(deserialize_with = "text_or_number")]
+    pub micro_batches: Option<String>,
     /// Weight type to convert to; only `as-stored` in this version
     #[arg(long, env = "PAGEMILL_QUANTIZATION", value_name = "TYPE")]
     pub quantization: Option<String>,
     /// Compute threads [default: the cores this process may use]
     #[arg(short = 't', long, env = "PAGEMILL_THREADS", value_name = "N")]
     pub threads: Option<usize>,
-    /// What quantised weights are multiplied with: int8, or f32 (exact, slower) [default: int8]
+    /// What quantised weights are multiplied with: int8 (on a GPU: bf16), or f32 (exact, slower) [default: int8]
     #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
     pub activations: Option<String>,
-    /// Instruction set: auto, scalar, avx2, avx512-vnni or avx512-amx [default: auto]
+    /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
     #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
     pub isa: Option<String>,
-    /// Where the model runs: cpu in this version [default: cpu]
+    /// Where the model runs: auto (a GPU where there is one), cpu or cuda:N [default: auto]
     #[arg(long, env = "PAGEMILL_DEVICE", value_name = "DEVICE")]
     pub device: Option<String>,
+    /// Where weights come from: auto (the model's files), or dummy: MODEL is a config.json and its weights are made
+    /// up, for benches [default: auto]
+    #[arg(long, env = "PAGEMILL_LOAD_FORMAT", value_name = "FORMAT")]
+    pub load_format: Option<String>,
 }
 
 /// Settings of the server.
@@ -99,6 +107,9 @@ pub struct ServerSettings {
     /// Seconds between comments on a silent stream; 0: none [default: 0]
     #[arg(long, env = "PAGEMILL_SSE_KEEP_ALIVE", value_name = "SECONDS")]
     pub sse_keep_alive: Option<u64>,
+    /// Port on which rank 0 lets the other processes in, under mpirun; 0 picks a free one [default: 0]
+    #[arg(long, env = "PAGEMILL_RANK_PORT", value_name = "PORT")]
+    pub rank_port: Option<u16>,
 }
 
 /// What a flag may be given several times for, a file may write as one text or as a list.
@@ -112,6 +123,20 @@ fn one_or_more<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Opti
     Ok(Some(match Written::deserialize(deserializer)? {
         Written::One(text) => vec![text],
         Written::More(texts) => texts,
+    }))
+}
+
+/// A number or a word.
+fn text_or_number<'de, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<String>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "expected a number or a text")]
+    enum Written {
+        Number(u64),
+        Text(String),
+    }
+    Ok(Some(match Written::deserialize(deserializer)? {
+        Written::Number(number) => number.to_string(),
+        Written::Text(text) => text,
     }))
 }
 
@@ -162,7 +187,7 @@ fn parse_file(text: &str) -> Result<FileSettings, String> {
         None => e.message().to_owned(),
     })?;
     let server_keys =
-        ["host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive"];
+        ["host", "port", "api_key", "cors_origin", "served_model_name", "drain_timeout", "sse_keep_alive", "rank_port"];
     let (server, engine): (toml::Table, toml::Table) =
         file.rest.into_iter().partition(|(key, _)| server_keys.contains(&key.as_str()));
     Ok(FileSettings { model: file.model, engine: read_table(engine)?, server: read_table(server)? })
@@ -196,11 +221,13 @@ impl EngineSettings {
             max_waiting: self.max_waiting.or(file.max_waiting),
             tensor_parallel: self.tensor_parallel.or(file.tensor_parallel),
             pipeline_parallel: self.pipeline_parallel.or(file.pipeline_parallel),
+            micro_batches: self.micro_batches.or(file.micro_batches),
             quantization: self.quantization.or(file.quantization),
             threads: self.threads.or(file.threads),
             activations: self.activations.or(file.activations),
             isa: self.isa.or(file.isa),
             device: self.device.or(file.device),
+            load_format: self.load_format.or(file.load_format),
         }
     }
 }
@@ -217,6 +244,7 @@ impl ServerSettings {
             served_model_name: self.served_model_name.or(file.served_model_name),
             drain_timeout: self.drain_timeout.or(file.drain_timeout),
             sse_keep_alive: self.sse_keep_alive.or(file.sse_keep_alive),
+            rank_port: self.rank_port.or(file.rank_port),
         }
     }
 }
@@ -243,6 +271,15 @@ mod tests {
         }
         let wrong = parse_file("api_key = 7").unwrap_err();
         assert_eq!(wrong, "api_key: expected a text or a list of texts");
+    }
+
+    #[test]
+    fn a_number_or_auto() {
+        for (text, written) in [("micro_batches = 6", "6"), ("micro_batches = \"auto\"", "auto")] {
+            assert_eq!(parse_file(text).unwrap().engine.micro_batches.as_deref(), Some(written));
+        }
+        let wrong = parse_file("micro_batches = [1]").unwrap_err();
+        assert_eq!(wrong, "micro_batches: expected a number or a text");
     }
 
     #[test]

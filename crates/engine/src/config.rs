@@ -1,6 +1,7 @@
 //! The engine's part of the configuration: validated and immutable once the engine is built.
 
 use pagemill_backend::DType;
+use pagemill_model::ParallelMode;
 use pagemill_scheduler::KvLayout;
 
 /// Settings of an engine. `None` means: derived from the model and the memory, and printed.
@@ -32,6 +33,10 @@ pub struct EngineConfig {
     pub ageing_us: u64,
     /// Microseconds a static batch waits to fill.
     pub static_batch_wait_us: u64,
+    /// Ranks that the model is laid out over.
+    pub parallel: ParallelMode,
+    /// Steps in flight; `None`: one for a single stage, else measured at start.
+    pub micro_batches: Option<usize>,
     /// Run `check_integrity` after every step (tests) rather than only at idle.
     pub check_every_step: bool,
 }
@@ -52,6 +57,8 @@ impl Default for EngineConfig {
             max_waiting: 1024,
             ageing_us: 5_000_000,
             static_batch_wait_us: 50_000,
+            parallel: ParallelMode::SOLO,
+            micro_batches: None,
             check_every_step: false,
         }
     }

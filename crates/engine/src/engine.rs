@@ -140,6 +140,7 @@ impl<E: Executor> InferenceEngine<E> {
         self.reap_closed();
         self.submit_plans(now)?;
         if self.in_flight == 0 {
+            self.executor.check()?;
             self.check_integrity_if(!self.scheduler.has_work())?;
             return Ok(false);
         }
@@ -285,6 +286,7 @@ impl<E: Executor> InferenceEngine<E> {
             schedule_us: self.counters.schedule_us,
             execute_us: self.counters.execute_us,
             workspace_grown: self.executor.workspace_grown(),
+            pipeline: self.executor.pipeline_status(),
             ..EngineStatus::default()
         }
     }

@@ -6,7 +6,7 @@ use pagemill_scheduler::{RequestId, SequenceId, StepOutput, StepPlan};
 use std::sync::Arc;
 
 /// A request's data that ranks keep while it lives.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct StartedRequest {
     /// Its identity.
     pub id: RequestId,
@@ -17,7 +17,7 @@ pub struct StartedRequest {
 }
 
 /// One step's work: the plan and what changed since the last one.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub struct StepInput {
     /// What to compute.
     pub plan: StepPlan,
@@ -27,6 +27,49 @@ pub struct StepInput {
     pub ended: Vec<RequestId>,
     /// Single choices that will not appear again.
     pub ended_sequences: Vec<SequenceId>,
+}
+
+/// One measurement of the tuning at start.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MicroBatchSample {
+    /// Steps in flight.
+    pub micro_batches: usize,
+    /// Decoded tokens per second.
+    pub tokens_per_s: f64,
+}
+
+/// One stage of the pipeline.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StageStatus {
+    /// Layers that it holds.
+    pub num_layers: usize,
+    /// Microseconds in steps since start, without waiting for the stages beside it.
+    pub busy_us: u64,
+}
+
+/// How busy the ranks are.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct PipelineStatus {
+    /// Ranks in all.
+    pub num_ranks: usize,
+    /// Steps in flight at most.
+    pub micro_batches: usize,
+    /// Microseconds with at least one step in flight since start.
+    pub active_us: u64,
+    /// Its stages, in order.
+    pub stages: Vec<StageStatus>,
+    /// What the tuning at start measured; empty where the number of micro-batches was given or follows
+    /// from a single stage.
+    pub tuning: Arc<[MicroBatchSample]>,
+}
+
+impl PipelineStatus {
+    /// The share of the active time in which a stage had nothing to do, 0 to 1: its bubbles.
+    #[must_use]
+    #[allow(clippy::cast_precision_loss)] // microseconds
+    pub fn idle_share(&self, stage: &StageStatus) -> f64 {
+        if self.active_us == 0 { 0.0 } else { (1.0 - stage.busy_us as f64 / self.active_us as f64).clamp(0.0, 1.0) }
+    }
 }
 
 /// Runs plans on every rank. `submit` and `collect` are two calls so that several plans can be in
@@ -44,6 +87,14 @@ pub trait Executor: Send {
     /// As `submit`.
     fn collect(&mut self) -> Result<StepOutput, EngineError>;
 
+    /// Whether all ranks are there; asked now and then while nothing is in flight.
+    ///
+    /// # Errors
+    /// As `submit`.
+    fn check(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
+
     /// Steps that may be in flight at once (1: submit, collect, submit, …).
     fn max_in_flight(&self) -> usize {
         1
@@ -52,5 +103,10 @@ pub trait Executor: Send {
     /// Times that a rank's workspace grew after warm-up, as of the last step collected.
     fn workspace_grown(&self) -> u64 {
         0
+    }
+
+    /// How busy the ranks are.
+    fn pipeline_status(&self) -> PipelineStatus {
+        PipelineStatus::default()
     }
 }

@@ -7,7 +7,7 @@
 use crate::clock::MonotonicClock;
 use crate::pipeline::panic_message;
 use crate::sink::{ChannelSink, Generation};
-use crate::{Executor, InferenceEngine, MemoryPlan, Request, SubmitError};
+use crate::{Executor, InferenceEngine, MemoryPlan, PipelineStatus, Request, SubmitError};
 use crossbeam_channel::{Receiver, Sender, TryRecvError, TrySendError, bounded, select};
 use pagemill_scheduler::{KvCacheStats, Refusal, RequestId, SchedulerStats, SequenceId, Time};
 use std::collections::BTreeSet;
@@ -22,6 +22,9 @@ const QUEUE_CAPACITY: usize = 1024;
 
 /// How often a thread that has only waiting requests looks whether their listeners are still there.
 const WAITING_POLL: Duration = Duration::from_millis(10);
+
+/// How often an idle engine looks whether its ranks are still there.
+const IDLE_POLL: Duration = Duration::from_millis(500);
 
 /// What the engine says about itself; refreshed after every step, read without stopping it.
 #[derive(Clone, Debug, Default)]
@@ -46,6 +49,8 @@ pub struct EngineStatus {
     pub execute_us: u64,
     /// Times the workspace grew after warm-up (0, or something is wrong).
     pub workspace_grown: u64,
+    /// How busy the ranks are.
+    pub pipeline: PipelineStatus,
 }
 
 type SubmitResult = Result<RequestId, SubmitError>;
@@ -358,7 +363,7 @@ impl<E: Executor> StepLoop<E> {
         self.shared.has_work.store(self.engine.has_work(), Ordering::Release);
     }
 
-    /// Waits for something to do: without end when idle, else until the scheduler's wake-up and with a
+    /// Waits for something to do: up to the next look at the ranks when idle, else until the scheduler's wake-up and with a
     /// glance at the sinks of waiting requests now and then.
     fn sleep(&self, abandoned: bool) -> Option<Submission> {
         let timeout = if self.engine.has_work() {
@@ -367,24 +372,17 @@ impl<E: Executor> StepLoop<E> {
                 .next_wakeup()
                 .map_or(WAITING_POLL, |Time(at)| Duration::from_micros(at.saturating_sub(now)).min(WAITING_POLL))
         } else {
-            Duration::MAX
+            IDLE_POLL
         };
         if abandoned {
             std::thread::sleep(timeout.min(WAITING_POLL));
             return None;
         }
         // A closed channel ends the wait as well: the loop finds out why.
-        if timeout == Duration::MAX {
-            select! {
-                recv(self.submissions) -> submission => submission.ok(),
-                recv(self.wake) -> _ => None,
-            }
-        } else {
-            select! {
-                recv(self.submissions) -> submission => submission.ok(),
-                recv(self.wake) -> _ => None,
-                default(timeout) => None,
-            }
+        select! {
+            recv(self.submissions) -> submission => submission.ok(),
+            recv(self.wake) -> _ => None,
+            default(timeout) => None,
         }
     }
 }

@@ -3,7 +3,7 @@
 
 use crate::{EngineConfig, EngineError};
 use pagemill_backend::{DType, KvPoolSpec};
-use pagemill_model::{KvKind, ModelSpec};
+use pagemill_model::{KvKind, ModelSpec, Stage};
 use pagemill_scheduler::{CacheGroup, KvCacheConfig, PagedKvCache, SchedulerConfig};
 
 /// `max_batch_size` when it is not configured: more rows than this gain little on a CPU. Sized pools that
@@ -48,9 +48,11 @@ impl Limits {
         Ok(Self { max_batch_size, max_batch_tokens, max_seq_len, groups })
     }
 
-    /// The scheduler's part.
-    pub(crate) fn scheduler_config(&self, config: &EngineConfig) -> SchedulerConfig {
+    /// The scheduler's part, for a pipeline with so many steps in flight.
+    pub(crate) fn scheduler_config(&self, config: &EngineConfig, micro_batches: usize) -> SchedulerConfig {
         SchedulerConfig {
+            micro_batches,
+            num_stages: config.parallel.pipeline_parallel,
             max_batch_size: self.max_batch_size,
             max_batch_tokens: self.max_batch_tokens,
             prefill_chunk_size: config.prefill_chunk_size,
@@ -81,19 +83,30 @@ impl Limits {
         PagedKvCache::new(limits.cache_config(config, 1)).blocks_needed(tokens)
     }
 
+    /// Bytes of one block on each rank of `stage`.
+    pub(crate) fn rank_block_bytes(spec: &ModelSpec, config: &EngineConfig, stage: &Stage) -> u64 {
+        pool_spec(spec, config, stage, config.parallel.tensor_parallel, 1).block_bytes() as u64
+    }
+
     /// Blocks behind the pool that only a static batch's padding uses: enough for one whole step.
     pub(crate) fn padding_blocks(&self, config: &EngineConfig) -> usize {
         if config.continuous_batching { 0 } else { self.max_batch_tokens.div_ceil(config.block_size) }
     }
 }
 
-/// The pool's shape on a rank that holds all heads.
-pub(crate) fn pool_spec(spec: &ModelSpec, config: &EngineConfig, num_blocks: usize) -> KvPoolSpec {
+/// The pool's shape on each of `ranks_per_stage` ranks of a stage.
+pub(crate) fn pool_spec(
+    spec: &ModelSpec,
+    config: &EngineConfig,
+    stage: &Stage,
+    ranks_per_stage: usize,
+    num_blocks: usize,
+) -> KvPoolSpec {
     KvPoolSpec {
         num_blocks,
         block_size: config.block_size,
-        layers_per_group: spec.layers_per_group(),
-        num_kv_heads: spec.num_kv_heads,
+        layers_per_group: stage.layers_per_group(spec),
+        num_kv_heads: spec.kv_heads_per_rank(ranks_per_stage),
         head_dim: spec.head_dim,
         dtype: config.kv_dtype,
     }
@@ -103,8 +116,8 @@ fn check_values(spec: &ModelSpec, config: &EngineConfig) -> Result<(), EngineErr
     if ![16, 32, 64, 128, 256].contains(&config.block_size) {
         return Err(bad("block_size", format!("{} is none of 16, 32, 64, 128, 256", config.block_size)));
     }
-    if ![DType::F16, DType::F32].contains(&config.kv_dtype) {
-        return Err(bad("kv_dtype", format!("{} is neither F16 nor F32", config.kv_dtype)));
+    if ![DType::F16, DType::BF16, DType::F32].contains(&config.kv_dtype) {
+        return Err(bad("kv_dtype", format!("{} is none of F16, BF16, F32", config.kv_dtype)));
     }
     if config.prefill_chunk_size == 0 || config.prefill_chunk_size > 1 << 20 {
         return Err(bad("prefill_chunk_size", format!("{} is not in 1..=1048576", config.prefill_chunk_size)));

@@ -1,14 +1,15 @@
 //! From a checkpoint to a running engine: load, warm up, measure, size the KV pool, join the parts.
 //! And the same sums without a device, for `pagemill plan`.
 
-use crate::limits::{Limits, pool_spec};
+use crate::limits::Limits;
 use crate::memory::{KvDemand, KvFactors, size_kv_pool};
+use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
-use crate::warm_up::largest_step;
-use crate::worker::{PaddingBlocks, TILE_ROWS, Worker};
-use crate::{EngineConfig, EngineError, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
-use pagemill_backend::{Backend, SoloCollective};
-use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext};
+use crate::ranks::BringUp;
+use crate::worker::{PaddingBlocks, Worker};
+use crate::{EngineConfig, EngineError, Executor, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
+use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
+use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
 use std::sync::Arc;
 
@@ -20,85 +21,167 @@ pub struct BuiltEngine {
     pub spec: ModelSpec,
     /// Memory and limits as measured.
     pub plan: MemoryPlan,
+    /// The layers of each stage.
+    pub stages: Vec<Stage>,
 }
 
-/// Loads a model and builds its engine. Blocking: seconds.
-///
-/// The KV pool is sized by measurement: after the weights are loaded, the largest step is rehearsed once on
-/// a pool that holds just that step; what it leaves in the workspace is what any later step needs.
+/// Loads a model on one device and builds its engine. See [`build_engine_on`].
 ///
 /// # Errors
-/// A configuration that cannot work, a model that cannot be loaded, not enough memory.
+/// As [`build_engine_on`].
 pub fn build_engine(
     checkpoint: &Checkpoint,
     backend: Arc<dyn Backend>,
     config: &EngineConfig,
     progress: &dyn Fn(LoadProgress),
 ) -> Result<BuiltEngine, EngineError> {
+    let rank = RankContext { backend, collective: Arc::new(SoloCollective) };
+    build_engine_on(checkpoint, vec![rank], config, progress)
+}
+
+/// Loads a model over `ranks`, stage by stage, each on a thread of its own from now on, and builds its
+/// engine. Blocking: seconds.
+///
+/// The KV pools are sized by measurement: after the weights are loaded, the largest step is rehearsed once
+/// on pools that hold just that step; what it leaves in the workspaces is what any later step needs.
+/// Block ids mean the same on every rank, so the ranks' pools have equally many blocks.
+///
+/// # Errors
+/// A configuration that cannot work, a layout that the model does not allow, a model that cannot be
+/// loaded, not enough memory.
+pub fn build_engine_on(
+    checkpoint: &Checkpoint,
+    ranks: Vec<RankContext>,
+    config: &EngineConfig,
+    progress: &dyn Fn(LoadProgress),
+) -> Result<BuiltEngine, EngineError> {
+    check_ranks(&ranks, config)?;
     let spec = pagemill_model::read_spec(checkpoint)?;
+    let stages = pagemill_model::plan_stages(checkpoint, config.parallel)?;
     let mut limits = Limits::resolve(&spec, config)?;
-    let available_bytes = backend.info().memory_available_bytes;
-    let rank = RankContext { backend: Arc::clone(&backend), collective: Arc::new(SoloCollective) };
-    let model = pagemill_model::load(checkpoint, &rank, progress)?;
-    let weight_bytes = model.weight_bytes();
+    // One host's memory, which all ranks share; on GPUs there is one rank.
+    let Some(backend) = ranks.first().map(|rank| &rank.backend) else {
+        return Err(EngineError::Internal("a model on no rank".into()));
+    };
+    let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
 
-    let largest = largest_step(&limits, config.block_size);
-    let warm_up_pool = backend.alloc_kv(&pool_spec(&spec, config, largest.num_blocks))?;
-    let mut worker =
-        Worker::new(Arc::clone(&backend), model, warm_up_pool, PaddingBlocks::default(), limits.max_batch_tokens);
-    backend.rehearse(true);
-    let rehearsed = worker.run(largest.input);
-    backend.rehearse(false);
-    rehearsed?;
+    let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
+    let ready = bring_up.run(ranks, progress)?;
+    let measured = Measured {
+        memory,
+        weight_bytes: ready.iter().map(|rank| rank.weight_bytes).sum(),
+        workspace_bytes: ready.iter().map(|rank| rank.workspace_bytes).sum(),
+    };
+    let plan = size(&spec, config, &stages, &mut limits, measured)?;
+    let mut workers: Vec<Worker> = ready.into_iter().map(|rank| rank.worker).collect();
+    let num_padding = limits.padding_blocks(config);
+    let padding = PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(num_padding)? };
+    for worker in &mut workers {
+        let pool = worker.alloc_kv(plan.num_blocks + num_padding)?;
+        worker.finish_warm_up(pool, padding);
+    }
+    let mut executor = PipelineExecutor::start(workers)?;
+    micro_batches::settle(&mut executor, config, &limits, plan.num_blocks)?;
+    Ok(join_parts(executor, config, &limits, spec, plan, stages))
+}
 
-    let workspace_bytes = backend.workspace().0 as u64;
-    let plan = size(&spec, config, &mut limits, Measured { available_bytes, weight_bytes, workspace_bytes })?;
-    let padding =
-        PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(limits.padding_blocks(config))? };
-    let pool = pool_spec(&spec, config, plan.num_blocks + limits.padding_blocks(config));
-    worker.finish_warm_up(backend.alloc_kv(&pool)?, padding);
-
+/// Puts the engine together around an executor that is ready.
+pub(crate) fn join_parts(
+    executor: PipelineExecutor,
+    config: &EngineConfig,
+    limits: &Limits,
+    spec: ModelSpec,
+    plan: MemoryPlan,
+    stages: Vec<Stage>,
+) -> BuiltEngine {
     let engine = InferenceEngine::new(
-        DynamicBatchScheduler::new(limits.scheduler_config(config)),
+        DynamicBatchScheduler::new(limits.scheduler_config(config, executor.max_in_flight())),
         PagedKvCache::new(limits.cache_config(config, plan.num_blocks)),
-        PipelineExecutor::start(worker)?,
+        executor,
         UnifiedMemoryAllocator::new(plan),
     );
     let engine = if config.check_every_step { engine.checked_every_step() } else { engine };
-    Ok(BuiltEngine { engine, spec, plan })
+    BuiltEngine { engine, spec, plan, stages }
 }
 
-/// The plan that [`build_engine`] would arrive at with `available_bytes` of memory, weights as they are
-/// stored and the workspace estimated. Reads nothing, allocates nothing.
+/// As many ranks as the configuration lays the model out over, in equal stages.
+fn check_ranks(ranks: &[RankContext], config: &EngineConfig) -> Result<(), EngineError> {
+    let mode = config.parallel;
+    let are_placed = ranks.iter().enumerate().all(|(at, rank)| {
+        let collective = &rank.collective;
+        collective.world_size() == mode.tensor_parallel && collective.rank() == at % mode.tensor_parallel
+    });
+    if mode.num_ranks() == 0 || ranks.len() != mode.num_ranks() || !are_placed {
+        let detail = format!("{} ranks were given for {mode}, stage by stage", ranks.len());
+        return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
+    }
+    Ok(())
+}
+
+/// The plan that [`build_engine`] would arrive at with that memory, weights as they are
+/// stored and the workspace estimated. Reads nothing, allocates nothing. Stages are taken to be of
+/// equally many layers; what tensor-parallel ranks hold twice is not counted twice.
 ///
 /// # Errors
 /// As [`build_engine`], for configuration and memory.
-pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, available_bytes: u64) -> Result<MemoryPlan, EngineError> {
+pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
-    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens);
-    size(spec, config, &mut limits, Measured { available_bytes, weight_bytes: spec.stored_bytes, workspace_bytes })
+    let (count, num_layers) = (config.parallel.pipeline_parallel, spec.num_layers);
+    if count == 0 || count > num_layers {
+        let detail = format!("{num_layers} layers do not make {count} stages of at least one layer");
+        return Err(EngineError::Config { key: "pipeline_parallel", detail });
+    }
+    let layers = |index: usize| index * num_layers / count..(index + 1) * num_layers / count;
+    let stages: Vec<Stage> = (0..count).map(|index| Stage { index, count, layers: layers(index) }).collect();
+    let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows) * count as u64;
+    let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
+    size(spec, config, &stages, &mut limits, measured)
 }
 
-struct Measured {
-    available_bytes: u64,
-    weight_bytes: u64,
-    workspace_bytes: u64,
+/// What the plan needs to know of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceMemory {
+    /// Bytes that this process may take.
+    pub available_bytes: u64,
+    /// Whether they are also everybody else's.
+    pub is_shared: bool,
+    /// Rows of logits computed at once.
+    pub logits_rows: usize,
+}
+
+impl DeviceMemory {
+    /// A device's own account; `logits_rows` is its `Backend::logits_rows`.
+    #[must_use]
+    pub fn of(info: &DeviceInfo, logits_rows: usize) -> Self {
+        Self { available_bytes: info.memory_available_bytes, is_shared: info.shares_memory, logits_rows }
+    }
+}
+
+/// Over all ranks.
+pub(crate) struct Measured {
+    pub(crate) memory: DeviceMemory,
+    pub(crate) weight_bytes: u64,
+    pub(crate) workspace_bytes: u64,
 }
 
 /// Sizes the pool and lets the limits follow: `max_seq_len` shrinks to what fits, and an automatic
 /// `max_batch_size` to the number of sequences for which the pool has a block in every group.
-fn size(
+pub(crate) fn size(
     spec: &ModelSpec,
     config: &EngineConfig,
+    stages: &[Stage],
     limits: &mut Limits,
     measured: Measured,
 ) -> Result<MemoryPlan, EngineError> {
+    let ranks_per_stage = config.parallel.tensor_parallel;
+    let stage_block_bytes = |stage| Limits::rank_block_bytes(spec, config, stage) * ranks_per_stage as u64;
+    let block_bytes = stages.iter().map(stage_block_bytes).sum();
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
-        available_bytes: measured.available_bytes,
+        available_bytes: measured.memory.available_bytes,
         weight_bytes: measured.weight_bytes,
         workspace_bytes: measured.workspace_bytes,
-        block_bytes: pool_spec(spec, config, 1).block_bytes() as u64,
+        block_bytes,
         block_size: config.block_size,
         max_seq_len: limits.max_seq_len,
         model_seq_len: spec.max_seq_len,
@@ -111,11 +194,13 @@ fn size(
             elem_bytes,
             sequence_bytes: 0,
         },
+        parallel: config.parallel,
         ..MemoryPlan::default()
     };
     let demanding = limits.clone();
     let mut plan = size_kv_pool(&KvDemand {
         measured: filled,
+        shares_memory: measured.memory.is_shared,
         blocks_needed: &|tokens| demanding.blocks_needed(config, tokens),
         padding_blocks: limits.padding_blocks(config),
         configured_bytes: config.kv_cache_bytes,
@@ -134,15 +219,15 @@ fn size(
 /// f32 temporaries of a layer over `T` tokens (residual, normed and projected hidden states, q, k, v,
 /// attention, gate, up and their product, and the activations quantised to a quarter of the widest),
 /// and one tile of logits.
-fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize) -> u64 {
+fn estimate_workspace(spec: &ModelSpec, max_batch_tokens: usize, logits_rows: usize) -> u64 {
     let (d, f) = (spec.hidden_size as u64, spec.intermediate_size as u64);
     let q = (spec.num_heads * spec.head_dim) as u64;
     let kv = (spec.num_kv_heads * spec.head_dim) as u64;
     let elements_per_token = 3 * d + 2 * q + 2 * kv + 3 * f + d.max(f).max(q) / 4;
-    let tile = (TILE_ROWS.min(max_batch_tokens)) as u64 * (spec.vocab_size as u64 + d);
+    let tile = logits_rows.min(max_batch_tokens) as u64 * (spec.vocab_size as u64 + d);
     4 * (max_batch_tokens as u64 * elements_per_token + tile)
 }
 
-fn block_count(count: usize) -> Result<u32, EngineError> {
+pub(crate) fn block_count(count: usize) -> Result<u32, EngineError> {
     u32::try_from(count).map_err(|_| EngineError::Memory(format!("{count} KV blocks exceed 32-bit block ids")))
 }

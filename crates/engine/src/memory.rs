@@ -2,6 +2,7 @@
 //! many KV blocks there are and how long a sequence may be; allocates nothing itself.
 
 use crate::EngineError;
+use pagemill_model::ParallelMode;
 
 /// Share of the available memory that is left alone: a tenth.
 const RESERVE_DIVISOR: u64 = 10;
@@ -10,7 +11,7 @@ const RESERVE_DIVISOR: u64 = 10;
 /// everybody else's: a half.
 const SHARED_MEMORY_DIVISOR: u64 = 2;
 
-/// What the memory is used for, in bytes; printed once at start (see its `Display`).
+/// What the memory is used for, in bytes over all ranks; printed once at start (see its `Display`).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemoryPlan {
     /// Device memory this process could take before loading.
@@ -41,6 +42,8 @@ pub struct MemoryPlan {
     pub max_batch_tokens: usize,
     /// The factors of the KV formula.
     pub kv: KvFactors,
+    /// The ranks over which all of these are summed.
+    pub parallel: ParallelMode,
 }
 
 /// `KV = 2 × layers × kv_heads × head_dim × tokens × bytes`.
@@ -85,6 +88,14 @@ impl std::fmt::Display for MemoryPlan {
             self.max_seq_len,
             if sequence_bytes < self.full_attention_bytes() { ", less behind sliding windows" } else { "" }
         )?;
+        if self.parallel != ParallelMode::SOLO {
+            writeln!(
+                f,
+                "ranks             {:>12}  {}; bytes are sums over all",
+                self.parallel.num_ranks(),
+                self.parallel
+            )?;
+        }
         write!(
             f,
             "fits {} sequences of {} tokens; steps of at most {} sequences",
@@ -148,6 +159,8 @@ pub(crate) struct KvDemand<'a> {
     pub(crate) measured: MemoryPlan,
     /// Blocks that a sequence of so many tokens holds at most, when no sequence is longer.
     pub(crate) blocks_needed: &'a dyn Fn(usize) -> usize,
+    /// Whether the device's memory is also everybody else's.
+    pub(crate) shares_memory: bool,
     /// Blocks behind the pool that only padding uses.
     pub(crate) padding_blocks: usize,
     /// `kv_cache_bytes`, when configured.
@@ -158,7 +171,7 @@ pub(crate) struct KvDemand<'a> {
 
 /// Sizes the KV pool. With `left = available − weights − workspace − reserve` and a reserve of a tenth
 /// of what was available, the pool is the smallest of what `max_batch_size` sequences of `max_seq_len`
-/// tokens can use and half of `left`; or exactly what was configured, if that can be had.
+/// tokens can use and half of `left` (all of it, on a device with memory of its own); or exactly what was configured, if that can be had.
 ///
 /// # Errors
 /// [`EngineError::Memory`] when not even one sequence fits; or, if `max_seq_len` was not the user's own
@@ -183,7 +196,8 @@ pub(crate) fn size_kv_pool(demand: &KvDemand<'_>) -> Result<MemoryPlan, EngineEr
         None => {
             let left = unused.saturating_sub(plan.reserve_bytes).saturating_sub(padding_bytes);
             let usable = (demand.blocks_needed)(plan.max_seq_len).saturating_mul(plan.max_batch_size);
-            (left / SHARED_MEMORY_DIVISOR).min(plan.block_bytes.saturating_mul(usable as u64))
+            let ours = if demand.shares_memory { left / SHARED_MEMORY_DIVISOR } else { left };
+            ours.min(plan.block_bytes.saturating_mul(usable as u64))
         }
     };
     // Block ids are 32 bits wide and the last one stands for "none".
@@ -253,6 +267,7 @@ mod tests {
         KvDemand {
             measured: measured(available),
             blocks_needed: &|tokens: usize| tokens.div_ceil(16),
+            shares_memory: true,
             padding_blocks: 0,
             configured_bytes: None,
             fixed_seq_len: false,
@@ -272,6 +287,12 @@ mod tests {
         // 400 - 100 - 20 - 40 = 240
         assert_eq!((plan.num_blocks, plan.full_length_sequences, plan.max_seq_len), (120, 1, 1024));
         assert_eq!(plan.kv_pool_bytes, 120 * MIB);
+    }
+
+    #[test]
+    fn takes_all_that_is_left_of_memory_of_its_own() {
+        let plan = size_kv_pool(&KvDemand { shares_memory: false, ..demand(400 * MIB) }).unwrap();
+        assert_eq!((plan.num_blocks, plan.kv_pool_bytes), (240, 240 * MIB));
     }
 
     #[test]

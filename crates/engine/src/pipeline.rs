@@ -1,96 +1,310 @@
-//! `PipelineExecutor`: one worker thread for each rank, fed and read through bounded channels. Today
-//! there is one rank. Knows threads and their ends; what a step computes is `worker`'s.
+//! `PipelineExecutor`: one worker thread for each rank of this process, fed through bounded channels, ranks
+//! of other processes behind one more channel, and outputs from the last stage's first rank. Knows threads,
+//! their ends and how long each was busy; what a step computes is `worker`'s.
 
+use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
+use crate::remote::{OutputSender, RemoteRanks};
 use crate::worker::Worker;
 use crate::{EngineError, Executor, StepInput};
-use crossbeam_channel::{Receiver, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use pagemill_backend::Collective;
+use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::StepOutput;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-/// Steps in flight: with a single stage the next plan needs the last one's tokens.
-const MAX_IN_FLIGHT: usize = 1;
+/// Steps in flight at most, whatever the tuning finds.
+pub(crate) const MAX_MICRO_BATCHES: usize = 32;
+
+/// How often a waiting `collect` looks for a rank that failed without a word to the others.
+const FAILURE_POLL: Duration = Duration::from_millis(100);
+
+/// How long an executor that ends waits for what other processes still compute.
+const LAST_OUTPUTS: Duration = Duration::from_secs(2);
 
 /// Runs plans on the ranks' worker threads.
 pub struct PipelineExecutor {
-    rank: RankThread,
-    workspace_grown: u64,
+    /// Stage by stage.
+    ranks: Vec<RankThread>,
+    /// Plans for the ranks of other processes.
+    remote_inputs: Option<Sender<Arc<StepInput>>>,
+    /// From the last stage's first rank.
+    outputs: Receiver<Result<StepOutput, EngineError>>,
+    /// What the first rank to fail said.
+    failure: Arc<OnceLock<String>>,
+    /// To end every wait of every rank.
+    collective: Arc<dyn Collective>,
+    max_in_flight: usize,
+    in_flight: usize,
+    /// Since when something has been in flight.
+    active_since: Option<Instant>,
+    active: Duration,
+    tuning: Arc<[MicroBatchSample]>,
 }
 
-/// A worker's own thread. Ends when its input closes, at its first error, and at a panic.
+/// A worker's own thread, or what is known of a rank elsewhere. A thread ends when its input closes, at its
+/// first error, and at a panic.
 struct RankThread {
-    /// `None` only while dropping.
-    inputs: Option<Sender<StepInput>>,
-    replies: Receiver<Result<Reply, EngineError>>,
+    /// `None` for a rank of another process, and while dropping.
+    inputs: Option<Sender<Arc<StepInput>>>,
     thread: Option<JoinHandle<()>>,
+    meter: Arc<RankMeter>,
+    stage: usize,
+    rank: usize,
+    num_layers: usize,
+    /// Its meter's busy time when the tuning ended.
+    busy_us_at_start: u64,
 }
 
-struct Reply {
-    output: StepOutput,
-    workspace_grown: u64,
+/// What a rank counts, read from outside while it works.
+#[derive(Default)]
+pub(crate) struct RankMeter {
+    /// Microseconds in steps, without waiting for the stages beside it.
+    pub(crate) busy_us: AtomicU64,
+    /// Times the workspace grew since the warm-up.
+    pub(crate) workspace_grown: AtomicU64,
+}
+
+/// One rank's thread, and what it reports to.
+struct RankLoop {
+    worker: Worker,
+    /// `stage 1, rank 0`.
+    name: String,
+    inputs: Receiver<Arc<StepInput>>,
+    /// On the last stage's first rank.
+    outputs: Option<OutputSender>,
+    failure: Arc<OnceLock<String>>,
+    collective: Arc<dyn Collective>,
 }
 
 impl PipelineExecutor {
-    /// Starts the worker's thread.
+    /// Starts a thread for each of `workers`, stage by stage.
     ///
     /// # Errors
-    /// The system gave no thread.
-    pub(crate) fn start(worker: Worker) -> Result<Self, EngineError> {
-        let (input_sender, inputs) = bounded(MAX_IN_FLIGHT);
-        let (reply_sender, replies) = bounded(MAX_IN_FLIGHT);
-        let thread = std::thread::Builder::new()
-            .name("pagemill-rank-0".into())
-            .spawn(move || run_rank(worker, &inputs, &reply_sender))
-            .map_err(|error| EngineError::Internal(format!("no thread for rank 0: {error}")))?;
-        let rank = RankThread { inputs: Some(input_sender), replies, thread: Some(thread) };
-        Ok(Self { rank, workspace_grown: 0 })
+    /// The system gave no thread, or there is no worker.
+    pub(crate) fn start(workers: Vec<Worker>) -> Result<Self, EngineError> {
+        let collective = workers.first().map(Worker::collective);
+        let collective = collective.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
+        let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
+        let failure = Arc::new(OnceLock::new());
+        let ranks = workers
+            .into_iter()
+            .enumerate()
+            .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
+            .collect::<Result<_, _>>()?;
+        Ok(Self::over(ranks, None, outputs, failure, collective))
+    }
+
+    /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
+    ///
+    /// # Errors
+    /// The system gave no thread, or the ranks are not the mode's.
+    pub(crate) fn start_among(
+        worker: Worker,
+        remote: RemoteRanks,
+        stages: &[Stage],
+        mode: ParallelMode,
+    ) -> Result<Self, EngineError> {
+        let RemoteRanks { inputs, output_sender, outputs, failure, meters } = remote;
+        if meters.len() + 1 != mode.num_ranks() || stages.len() != mode.pipeline_parallel {
+            let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
+            return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
+        }
+        let collective = worker.collective();
+        let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
+        ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
+            let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
+            let num_layers = stages[stage].layers.len();
+            RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
+        }));
+        Ok(Self::over(ranks, Some(inputs), outputs, failure, collective))
+    }
+
+    fn over(
+        ranks: Vec<RankThread>,
+        remote_inputs: Option<Sender<Arc<StepInput>>>,
+        outputs: Receiver<Result<StepOutput, EngineError>>,
+        failure: Arc<OnceLock<String>>,
+        collective: Arc<dyn Collective>,
+    ) -> Self {
+        Self {
+            ranks,
+            remote_inputs,
+            outputs,
+            failure,
+            collective,
+            max_in_flight: 1,
+            in_flight: 0,
+            active_since: None,
+            active: Duration::ZERO,
+            tuning: Arc::new([]),
+        }
+    }
+
+    /// Stages of the pipeline.
+    pub(crate) fn num_stages(&self) -> usize {
+        self.ranks.last().map_or(1, |rank| rank.stage + 1)
+    }
+
+    /// Allows so many steps in flight; nothing is in flight.
+    pub(crate) fn set_max_in_flight(&mut self, count: usize) {
+        self.max_in_flight = count.clamp(1, MAX_MICRO_BATCHES);
+    }
+
+    /// Keeps what the tuning measured, and starts counting busy times from here.
+    pub(crate) fn finish_tuning(&mut self, samples: &[MicroBatchSample]) {
+        self.tuning = samples.into();
+        self.active = Duration::ZERO;
+        for rank in &mut self.ranks {
+            rank.busy_us_at_start = rank.meter.busy_us.load(Ordering::Relaxed);
+        }
+    }
+
+    /// Lets what is in flight come home, so that the other processes can end in order.
+    fn await_last_outputs(&mut self) {
+        let deadline = Instant::now() + LAST_OUTPUTS;
+        while self.in_flight > 0 && self.failure.get().is_none() {
+            match self.outputs.recv_timeout(FAILURE_POLL) {
+                Ok(Ok(_)) => self.in_flight -= 1,
+                Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
+                Ok(Err(_)) | Err(_) => return,
+            }
+        }
+    }
+
+    fn lost_rank(&self) -> EngineError {
+        EngineError::Internal(self.failure.get().cloned().unwrap_or_else(|| "a rank's thread is gone".into()))
     }
 }
 
 impl Executor for PipelineExecutor {
     fn submit(&mut self, input: StepInput) -> Result<(), EngineError> {
-        let sent = self.rank.inputs.as_ref().is_some_and(|inputs| inputs.send(input).is_ok());
-        if sent { Ok(()) } else { Err(lost_rank()) }
+        let input = Arc::new(input);
+        // Those that are farther away first.
+        let channels = self.remote_inputs.iter().chain(self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()));
+        for inputs in channels {
+            if self.failure.get().is_some() || inputs.send(Arc::clone(&input)).is_err() {
+                return Err(self.lost_rank());
+            }
+        }
+        self.in_flight += 1;
+        self.active_since.get_or_insert_with(Instant::now);
+        Ok(())
     }
 
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
-        let reply = self.rank.replies.recv().map_err(|_| lost_rank())??;
-        self.workspace_grown = reply.workspace_grown;
-        Ok(reply.output)
+        let output = loop {
+            match self.outputs.recv_timeout(FAILURE_POLL) {
+                Ok(Ok(output)) => break output,
+                // The first failure says more than what followed from it.
+                Ok(Err(error)) => return Err(self.failure.get().cloned().map_or(error, EngineError::Internal)),
+                Err(RecvTimeoutError::Timeout) if self.failure.get().is_none() => {}
+                Err(_) => return Err(self.lost_rank()),
+            }
+        };
+        self.in_flight = self.in_flight.saturating_sub(1);
+        if self.in_flight == 0
+            && let Some(since) = self.active_since.take()
+        {
+            self.active += since.elapsed();
+        }
+        Ok(output)
+    }
+
+    fn check(&self) -> Result<(), EngineError> {
+        self.failure.get().map_or(Ok(()), |_| Err(self.lost_rank()))
     }
 
     fn max_in_flight(&self) -> usize {
-        MAX_IN_FLIGHT
+        self.max_in_flight
     }
 
     fn workspace_grown(&self) -> u64 {
-        self.workspace_grown
+        self.ranks.iter().map(|rank| rank.meter.workspace_grown.load(Ordering::Relaxed)).sum()
     }
-}
 
-impl Drop for RankThread {
-    fn drop(&mut self) {
-        self.inputs = None;
-        if let Some(thread) = self.thread.take() {
-            // Its panics are caught and told as errors; there is nothing left to hear.
-            let _ = thread.join();
+    fn pipeline_status(&self) -> PipelineStatus {
+        let active = self.active + self.active_since.map_or(Duration::ZERO, |since| since.elapsed());
+        let stages = self.ranks.iter().filter(|rank| rank.rank == 0).map(|rank| StageStatus {
+            num_layers: rank.num_layers,
+            busy_us: rank.meter.busy_us.load(Ordering::Relaxed).saturating_sub(rank.busy_us_at_start),
+        });
+        PipelineStatus {
+            num_ranks: self.ranks.len(),
+            micro_batches: self.max_in_flight,
+            active_us: u64::try_from(active.as_micros()).unwrap_or(u64::MAX),
+            stages: stages.collect(),
+            tuning: Arc::clone(&self.tuning),
         }
     }
 }
 
-fn lost_rank() -> EngineError {
-    EngineError::Internal("the worker thread of rank 0 is gone".into())
+impl Drop for PipelineExecutor {
+    fn drop(&mut self) {
+        if self.remote_inputs.is_some() {
+            self.await_last_outputs();
+        }
+        if self.in_flight > 0 {
+            self.collective.abort("the engine has stopped");
+        }
+        self.remote_inputs = None;
+        // All inputs first: a rank may wait for another one.
+        self.ranks.iter_mut().for_each(|rank| rank.inputs = None);
+        for rank in &mut self.ranks {
+            if let Some(thread) = rank.thread.take() {
+                // Its panics are caught and told as errors; there is nothing left to hear.
+                let _ = thread.join();
+            }
+        }
+    }
 }
 
-fn run_rank(mut worker: Worker, inputs: &Receiver<StepInput>, replies: &Sender<Result<Reply, EngineError>>) {
-    for input in inputs {
-        // The worker is not used again after a panic, so a half-changed one is never seen.
-        let result = catch_unwind(AssertUnwindSafe(|| worker.run(input)))
-            .unwrap_or_else(|panic| Err(EngineError::Internal(format!("rank 0 panicked: {}", panic_message(&*panic)))))
-            .map(|output| Reply { output, workspace_grown: worker.workspace_grown() });
-        let failed = result.is_err();
-        if replies.send(result).is_err() || failed {
-            return;
+impl RankThread {
+    fn start(
+        at: usize,
+        worker: Worker,
+        outputs: &OutputSender,
+        failure: &Arc<OnceLock<String>>,
+    ) -> Result<Self, EngineError> {
+        let (input_sender, inputs) = bounded(MAX_MICRO_BATCHES);
+        let (stage, rank) = (worker.stage().index, worker.rank());
+        let name = format!("stage {stage}, rank {rank}");
+        let (meter, num_layers) = (worker.meter(), worker.stage().layers.len());
+        let rank_loop = RankLoop {
+            outputs: worker.is_output_rank().then(|| outputs.clone()),
+            collective: worker.collective(),
+            worker,
+            inputs,
+            failure: Arc::clone(failure),
+            name: name.clone(),
+        };
+        let thread = std::thread::Builder::new()
+            .name(format!("pagemill-rank-{at}"))
+            .spawn(move || rank_loop.run())
+            .map_err(|error| EngineError::Internal(format!("no thread for {name}: {error}")))?;
+        let inputs = Some(input_sender);
+        Ok(Self { inputs, thread: Some(thread), meter, stage, rank, num_layers, busy_us_at_start: 0 })
+    }
+}
+
+impl RankLoop {
+    fn run(mut self) {
+        for input in &self.inputs {
+            // The worker is not used again after a panic, so a half-changed one is never seen.
+            let result = catch_unwind(AssertUnwindSafe(|| self.worker.run(&input)))
+                .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))));
+            if let Err(error) = &result {
+                let reason = format!("{}: {error}", self.name);
+                self.collective.abort(self.failure.get_or_init(|| reason));
+            }
+            let failed = result.is_err();
+            let is_heard = self.outputs.as_ref().is_none_or(|outputs| outputs.send(result).is_ok());
+            if failed || !is_heard {
+                return;
+            }
         }
     }
 }

@@ -3,7 +3,6 @@
 
 use crate::executor::StartedRequest;
 use crate::limits::Limits;
-use crate::worker::TILE_ROWS;
 use crate::{SamplingParams, StepInput};
 use pagemill_scheduler::{BlockId, RequestId, ScheduledSequence, SequenceId, StepPlan};
 use std::sync::Arc;
@@ -18,10 +17,11 @@ pub(crate) struct LargestStep {
 
 /// Builds the step: a prompt whose log-probabilities fill a tile of logits, as many decodes as a batch
 /// holds (the first at the last position of the longest sequence), and prompts for the rest.
-pub(crate) fn largest_step(limits: &Limits, block_size: usize) -> LargestStep {
+/// `logits_rows` is the size of a tile.
+pub(crate) fn largest_step(limits: &Limits, block_size: usize, logits_rows: usize) -> LargestStep {
     let mut builder = Builder { limits, block_size, next_block: 0, sequences: Vec::new() };
     let mut left = limits.max_batch_tokens;
-    let prompt_len = (TILE_ROWS + 1).min(left).min(limits.max_seq_len);
+    let prompt_len = (logits_rows + 1).min(left).min(limits.max_seq_len);
     builder.push(prompt_len, 0);
     builder.sequences[0].prompt_logprobs = true;
     left -= prompt_len;
@@ -105,7 +105,7 @@ mod tests {
         {
             let groups = vec![CacheGroup::Full, CacheGroup::SlidingWindow { window: 8 }];
             let limits = Limits { max_batch_size, max_batch_tokens, max_seq_len, groups };
-            let step = largest_step(&limits, 16);
+            let step = largest_step(&limits, 16, 32);
             assert_eq!(step.input.plan.num_tokens(), max_batch_tokens);
             for sequence in &step.input.plan.sequences {
                 let end = sequence.start + sequence.token_ids.len();

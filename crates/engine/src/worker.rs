@@ -1,20 +1,19 @@
-//! One rank's work on a step: block copies, the forward over the packed batch, logits in tiles, and a
-//! token for every sequence that asks. Knows tensors and requests' parameters; decides nothing about
-//! what runs.
+//! One rank's work on a step: block copies, its stage's layers over the packed batch, and on the last
+//! stage logits in tiles and a token for every sequence that asks. Knows tensors and requests'
+//! parameters; decides nothing about what runs.
 //!
 //! Shape letters: `T` tokens in the step, `D` hidden size, `R` rows of a tile, `V` vocabulary.
 
 use crate::layout::BatchBuilder;
-use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, prompt_row, sample_row};
+use crate::pipeline::RankMeter;
+use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, is_plain_greedy, prompt_row, sample_row};
 use crate::{EngineError, StepInput};
-use pagemill_backend::{Backend, BlockCopy, KvPool, Tensor};
-use pagemill_model::{CausalLm, ModelInput};
+use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
+use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
 use pagemill_scheduler::{SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-
-/// Rows of logits in the workspace at once: bounds it when a whole prompt's log-probabilities are
-/// wanted, or many sequences sample over a large vocabulary.
-pub(crate) const TILE_ROWS: usize = 32;
+use std::time::{Duration, Instant};
 
 /// Blocks behind the scheduler's pool that only padding writes to (static batches). Padding tokens are
 /// computed as sequences of their own, one in each block: they cost what tokens cost in every linear
@@ -31,7 +30,7 @@ pub(crate) struct PaddingBlocks {
 
 /// A rank: its device, its share of the model, its KV pool, and what it knows of live requests.
 pub(crate) struct Worker {
-    backend: Arc<dyn Backend>,
+    cx: RankContext,
     model: Box<dyn CausalLm>,
     kv: KvPool,
     padding: PaddingBlocks,
@@ -45,6 +44,9 @@ pub(crate) struct Worker {
     scratches: Mutex<Vec<RowScratch>>,
     /// `Backend::workspace`'s count when the warm-up ended.
     growths_at_start: u64,
+    /// Time of the step at hand spent waiting for other stages.
+    waited: Duration,
+    meter: Arc<RankMeter>,
 }
 
 /// A row of the hidden states whose logits are wanted.
@@ -84,14 +86,14 @@ impl Drop for Forward<'_> {
 impl Worker {
     /// A rank with `kv` as its pool: the scheduler's blocks, then `padding`.
     pub(crate) fn new(
-        backend: Arc<dyn Backend>,
+        cx: RankContext,
         model: Box<dyn CausalLm>,
         kv: KvPool,
         padding: PaddingBlocks,
         max_batch_tokens: usize,
     ) -> Self {
         Self {
-            backend,
+            cx,
             model,
             kv,
             padding,
@@ -99,11 +101,46 @@ impl Worker {
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
             copies: Vec::new(),
-            rows: Vec::with_capacity(TILE_ROWS),
+            rows: Vec::new(),
             row_jobs: Vec::new(),
             scratches: Mutex::default(),
             growths_at_start: 0,
+            waited: Duration::ZERO,
+            meter: Arc::default(),
         }
+    }
+
+    /// Its stage.
+    pub(crate) fn stage(&self) -> &Stage {
+        self.model.stage()
+    }
+
+    /// Its place among its stage's ranks.
+    pub(crate) fn rank(&self) -> usize {
+        self.cx.collective.rank()
+    }
+
+    /// Its peers.
+    pub(crate) fn collective(&self) -> Arc<dyn Collective> {
+        Arc::clone(&self.cx.collective)
+    }
+
+    /// What it counts.
+    pub(crate) fn meter(&self) -> Arc<RankMeter> {
+        Arc::clone(&self.meter)
+    }
+
+    /// Whether it is the one that samples.
+    pub(crate) fn is_output_rank(&self) -> bool {
+        self.stage().is_last() && self.rank() == 0
+    }
+
+    /// A pool of the shape of its own, with `num_blocks` blocks.
+    ///
+    /// # Errors
+    /// No memory for it.
+    pub(crate) fn alloc_kv(&self, num_blocks: usize) -> Result<KvPool, EngineError> {
+        Ok(self.cx.backend.alloc_kv(&KvPoolSpec { num_blocks, ..self.kv.spec().clone() })?)
     }
 
     /// The warm-up is over: exchanges its pool for the real one, forgets its requests, and counts the
@@ -112,40 +149,75 @@ impl Worker {
         self.kv = kv;
         self.padding = padding;
         self.requests = RequestTable::default();
-        self.growths_at_start = self.backend.workspace().1;
+        self.growths_at_start = self.cx.backend.workspace().1;
+        self.meter = Arc::default();
     }
 
-    /// Times the workspace grew since the warm-up.
-    pub(crate) fn workspace_grown(&self) -> u64 {
-        self.backend.workspace().1 - self.growths_at_start
-    }
-
-    /// Runs one step.
+    /// Runs this rank's part of one step. Only the rank that samples has anything in its output.
     ///
     /// # Errors
-    /// The device failed, or the plan contradicts itself: the engine must stop.
-    pub(crate) fn run(&mut self, input: StepInput) -> Result<StepOutput, EngineError> {
-        self.requests.update(input.started, &input.ended, &input.ended_sequences);
-        let plan = input.plan;
+    /// The device or another rank failed, or the plan contradicts itself: the engine must stop.
+    pub(crate) fn run(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
+        let started = Instant::now();
+        self.waited = Duration::ZERO;
+        let output = self.compute(input);
+        let busy = started.elapsed().saturating_sub(self.waited);
+        self.meter.busy_us.fetch_add(u64::try_from(busy.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        let grown = self.cx.backend.workspace().1 - self.growths_at_start;
+        self.meter.workspace_grown.store(grown, Ordering::Relaxed);
+        output
+    }
+
+    fn compute(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
+        let plan = &input.plan;
+        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
+        if self.stage().is_last() {
+            self.requests.update(&input.started, &input.ended, &input.ended_sequences);
+        }
         let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
-        let backend = Arc::clone(&self.backend);
-        let _forward = Forward::begin(backend.as_ref());
-        self.copy_blocks(&plan)?;
+        self.copy_blocks(plan)?;
         self.batch.clear(self.model.spec().kv_groups.len());
         for sequence in &plan.sequences {
             self.batch.push(sequence, self.kv.spec().block_size)?;
         }
         num_padding -= self.push_padding(num_padding)?;
-        let hidden = self.forward()?;
-        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        self.read_logits(&plan, &hidden, &mut output)?;
-        drop(hidden);
+        self.pass(|worker, hidden| worker.read_logits(plan, hidden, &mut output))?;
         while num_padding > 0 {
             self.batch.clear(self.model.spec().kv_groups.len());
             num_padding -= self.push_padding(num_padding)?;
-            drop(self.forward()?);
+            self.pass(|_, _| Ok(()))?;
         }
         Ok(output)
+    }
+
+    /// Runs the packed batch through this stage: hidden states in from the stage before and out to the
+    /// next, or on the last to `read`.
+    fn pass(&mut self, read: impl FnOnce(&mut Self, &Tensor) -> Result<(), EngineError>) -> Result<(), EngineError> {
+        let incoming = self.receive()?;
+        let backend = Arc::clone(&self.cx.backend);
+        let forward = Forward::begin(backend.as_ref());
+        let hidden = self.forward(incoming)?;
+        if self.stage().is_last() {
+            return read(self, &hidden);
+        }
+        drop(forward);
+        let peer = self.stage().index + 1;
+        self.waiting(|cx| cx.collective.send(&hidden, peer))
+    }
+
+    /// Hidden states `[T, D]` of the stage before; none on the first.
+    fn receive(&mut self) -> Result<Option<Tensor>, EngineError> {
+        let Some(peer) = self.stage().index.checked_sub(1) else { return Ok(None) };
+        let mut hidden = self.cx.backend.temp(self.batch.num_tokens(), self.model.spec().hidden_size)?;
+        self.waiting(|cx| cx.collective.recv(&mut hidden, peer))?;
+        Ok(Some(hidden))
+    }
+
+    fn waiting(&mut self, transfer: impl FnOnce(&RankContext) -> Result<(), BackendError>) -> Result<(), EngineError> {
+        let started = Instant::now();
+        transfer(&self.cx)?;
+        self.waited += started.elapsed();
+        Ok(())
     }
 
     fn copy_blocks(&mut self, plan: &StepPlan) -> Result<(), EngineError> {
@@ -154,7 +226,7 @@ impl Worker {
         }
         self.copies.clear();
         self.copies.extend(plan.block_copies.iter().map(|copy| BlockCopy { src: copy.src.0, dst: copy.dst.0 }));
-        Ok(self.backend.copy_blocks(&mut self.kv, &self.copies)?)
+        Ok(self.cx.backend.copy_blocks(&mut self.kv, &self.copies)?)
     }
 
     /// Packs as many of `wanted` padding tokens as the step and the padding blocks have room for.
@@ -178,24 +250,35 @@ impl Worker {
         Ok(count)
     }
 
-    /// Runs the layers over the packed batch: hidden states `[T, D]`.
-    fn forward(&mut self) -> Result<Tensor, EngineError> {
+    /// Runs the stage's layers over the packed batch: hidden states `[T, D]`.
+    fn forward(&mut self, incoming: Option<Tensor>) -> Result<Tensor, EngineError> {
         let layout = std::mem::take(&mut self.batch.layout);
-        let batch = self.backend.upload_batch(layout, self.kv.spec())?;
+        let batch = self.cx.backend.upload_batch(layout, self.kv.spec())?;
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };
-        let hidden = self.model.forward(&input, &mut self.kv);
+        let hidden = match incoming {
+            Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv)?,
+            None => match self.cx.backend.replay(input.token_ids, &batch)? {
+                Some(hidden) => hidden,
+                None => self.cx.backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
+            },
+        };
         self.batch.layout = batch.layout;
-        Ok(hidden?)
+        Ok(hidden)
     }
 
-    /// Computes the logits that the plan asks for, tile by tile, and samples from them.
+    /// Computes the logits that the plan asks for, tile by tile, and samples from them on one rank.
     fn read_logits(&mut self, plan: &StepPlan, hidden: &Tensor, output: &mut StepOutput) -> Result<(), EngineError> {
         let mut jobs = std::mem::take(&mut self.row_jobs);
         self.list_rows(plan, &mut jobs)?;
-        for tile in jobs.chunks(TILE_ROWS) {
+        // Bounds the workspace when a whole prompt's log-probabilities are wanted, or many sequences sample
+        // over a large vocabulary.
+        for tile in jobs.chunks(self.cx.backend.logits_rows().max(1)) {
             self.rows.clear();
             self.rows.extend(tile.iter().map(|job| job.row));
             let mut logits = self.model.logits(hidden, &self.rows)?;
+            if !self.is_output_rank() {
+                continue;
+            }
             let results = self.visit_tile(plan, tile, &mut logits)?;
             drop(logits);
             for (job, result) in tile.iter().zip(results) {
@@ -240,8 +323,11 @@ impl Worker {
     fn visit_tile(&self, plan: &StepPlan, tile: &[RowJob], logits: &mut Tensor) -> Result<Vec<RowResult>, EngineError> {
         let requests: Vec<&RequestState> =
             tile.iter().map(|job| self.request(&plan.sequences[job.sequence_idx])).collect::<Result<_, _>>()?;
+        if let Some(results) = self.choose_greedily(plan, tile, &requests, logits)? {
+            return Ok(results);
+        }
         let slots: Vec<OnceLock<RowResult>> = tile.iter().map(|_| OnceLock::new()).collect();
-        self.backend.for_each_row(logits, &|row_idx, row| {
+        self.cx.backend.for_each_row(logits, &|row_idx, row| {
             let (Some(job), Some(request), Some(slot)) = (tile.get(row_idx), requests.get(row_idx), slots.get(row_idx))
             else {
                 return;
@@ -264,6 +350,30 @@ impl Worker {
             .into_iter()
             .map(|slot| slot.into_inner().ok_or_else(|| EngineError::Internal("a row of logits was not read".into())))
             .collect()
+    }
+
+    /// A tile's results where every row only asks for its likeliest token and the device finds it without
+    /// the host reading the row.
+    fn choose_greedily(
+        &self,
+        plan: &StepPlan,
+        tile: &[RowJob],
+        requests: &[&RequestState],
+        logits: &Tensor,
+    ) -> Result<Option<Vec<RowResult>>, EngineError> {
+        let choices = |job: &RowJob| plan.sequences[job.sequence_idx].sample.iter().map(|id| id.choice);
+        let plain = tile.iter().zip(requests).all(|(job, request)| {
+            job.samples && job.prompt_token.is_none() && choices(job).all(|choice| is_plain_greedy(request, choice))
+        });
+        let mut largest = vec![None; tile.len()];
+        if !plain || !self.cx.backend.argmax_rows(logits, &mut largest)? {
+            return Ok(None);
+        }
+        let results = tile.iter().zip(largest).map(|(job, token)| {
+            let drawn = choices(job).map(|_| Drawn::greedy(token)).collect();
+            RowResult { drawn, prompt: None }
+        });
+        Ok(Some(results.collect()))
     }
 
     fn take_scratch(&self) -> RowScratch {

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use crate::error::{FormatError, FormatErrorKind, Result};
 use crate::gguf::GgufFile;
-use crate::hf::HfFolder;
+use crate::hf::{HfConfig, HfFolder};
+use crate::tensor_type::TensorType;
 use crate::weights::Weights;
 
 /// An open model: a GGUF file or a Hugging Face folder.
@@ -15,6 +16,23 @@ pub enum Checkpoint {
     Gguf(GgufFile),
     /// A folder with configuration, tokenizer and safetensors.
     HuggingFace(HfFolder),
+    /// A configuration alone: its weights are made up, to measure speed with.
+    ConfigOnly(ConfigOnly),
+}
+
+/// A `config.json` whose weights are made up.
+#[derive(Debug)]
+pub struct ConfigOnly {
+    config: HfConfig,
+    weights: Weights,
+}
+
+impl ConfigOnly {
+    /// `config.json`.
+    #[must_use]
+    pub fn config(&self) -> &HfConfig {
+        &self.config
+    }
 }
 
 impl Checkpoint {
@@ -44,12 +62,33 @@ impl Checkpoint {
         GgufFile::open(path).map(Self::Gguf)
     }
 
+    /// Opens only the configuration at `path`, a `config.json` (of any name) or a folder that holds one. Weights are
+    /// to be made up, in the type that it states (bf16 when it states none).
+    ///
+    /// # Errors
+    /// The file is missing or malformed, or states a type of weights that Pagemill does not load.
+    pub fn open_config(path: &Path) -> Result<Self> {
+        let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
+        let config = HfConfig::open(&file)?;
+        let made_up = match config.dtype.as_deref() {
+            None | Some("bfloat16") => TensorType::BF16,
+            Some("float16") => TensorType::F16,
+            Some("float32") => TensorType::F32,
+            Some(other) => {
+                let reason = format!("weights of {other} cannot be made up; bfloat16, float16 and float32 can");
+                return Err(FormatError::new(&file, FormatErrorKind::Invalid { reason }));
+            }
+        };
+        Ok(Self::ConfigOnly(ConfigOnly { config, weights: Weights::made_up(&file, made_up)? }))
+    }
+
     /// Tensors and their bytes.
     #[must_use]
     pub fn weights(&self) -> &Weights {
         match self {
             Checkpoint::Gguf(file) => file.weights(),
             Checkpoint::HuggingFace(folder) => folder.weights(),
+            Checkpoint::ConfigOnly(only) => &only.weights,
         }
     }
 }

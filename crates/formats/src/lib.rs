@@ -22,7 +22,7 @@ mod tensor_type;
 pub mod testing;
 mod weights;
 
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, ConfigOnly};
 pub use error::{FormatError, FormatErrorKind, Result};
 pub use json::JsonFields;
 pub use tensor::{TensorInfo, TensorTable};

@@ -73,12 +73,25 @@ pub struct Weights {
     table: TensorTable,
     /// The file or index that names the checkpoint in errors.
     origin: PathBuf,
+    made_up: Option<TensorType>,
 }
 
 impl Weights {
     /// The tensors of `table` carry indices into `files`.
     pub(crate) fn new(origin: &Path, files: Vec<WeightFile>, table: TensorTable) -> Self {
-        Self { files, table, origin: origin.to_path_buf() }
+        Self { files, table, origin: origin.to_path_buf(), made_up: None }
+    }
+
+    /// No tensors at all: whoever loads makes them up, in type `made_up`.
+    pub(crate) fn made_up(origin: &Path, made_up: TensorType) -> Result<Self> {
+        let table = TensorTable::new(Vec::new(), &[])?;
+        Ok(Self { files: Vec::new(), table, origin: origin.to_path_buf(), made_up: Some(made_up) })
+    }
+
+    /// `Some`: there are no tensors; whoever loads makes them up, in this type.
+    #[must_use]
+    pub fn made_up_type(&self) -> Option<TensorType> {
+        self.made_up
     }
 
     /// All tensors, in file order, including those of types that cannot be loaded.
@@ -130,6 +143,24 @@ impl Weights {
             return invalid(format!("{num_rows} rows take {wanted} bytes, the buffer has {}", into.len()));
         }
         self.read(tensor, tensor.offset + row_bytes * first_row as u64, into)
+    }
+
+    /// Reads `into.len()` bytes of row `row` of a tensor from byte `first_byte` of the row on, as they are stored.
+    ///
+    /// # Errors
+    /// As [`read_rows`](Self::read_rows); bytes outside the row.
+    pub fn read_in_row(&self, name: &str, row: usize, first_byte: usize, into: &mut [u8]) -> Result<()> {
+        let (tensor, _) = self.loadable(name)?;
+        let row_bytes = tensor.row_bytes();
+        let end = (first_byte as u64).checked_add(into.len() as u64);
+        if row >= tensor.num_rows() || end.is_none_or(|end| end > row_bytes) {
+            let (len, rows) = (into.len(), tensor.num_rows());
+            let reason = format!(
+                "{len} bytes from byte {first_byte} of row {row}, of a tensor of {rows} rows of {row_bytes} bytes"
+            );
+            return Err(self.error(tensor, FormatErrorKind::InvalidRead { reason }));
+        }
+        self.read(tensor, tensor.offset + row_bytes * row as u64 + first_byte as u64, into)
     }
 
     /// Reads a whole tensor into `into`, as it is stored.

@@ -179,6 +179,9 @@ fn shapes_are_row_major_and_rows_are_read_in_place() {
     gguf.weights().read_rows("w", 1, 2, &mut rows).unwrap();
     assert_eq!(rows, data[36..108]);
     gguf.weights().read_rows("w", 4, 0, &mut []).unwrap();
+    let mut part = [0; 18];
+    gguf.weights().read_in_row("w", 3, 18, &mut part).unwrap();
+    assert_eq!(part, data[126..144]);
 }
 
 #[test]
@@ -191,6 +194,10 @@ fn reads_outside_a_tensor_are_refused() {
     for (first, rows, bytes) in [(0, 3, 16), (2, 1, 8), (usize::MAX, 1, 8), (1, usize::MAX, 16), (0, 1, 16), (0, 2, 8)]
     {
         let error = weights.read_rows("w", first, rows, &mut buffer[..bytes]).unwrap_err();
+        assert!(matches!(error.kind(), FormatErrorKind::InvalidRead { .. }), "{error}");
+    }
+    for (row, first_byte, bytes) in [(2, 0, 4), (1, 4, 8), (0, 0, 9), (usize::MAX, 0, 8), (1, usize::MAX, 8)] {
+        let error = weights.read_in_row("w", row, first_byte, &mut buffer[..bytes]).unwrap_err();
         assert!(matches!(error.kind(), FormatErrorKind::InvalidRead { .. }), "{error}");
     }
     assert!(matches!(weights.read_all("w", &mut buffer[..4]).unwrap_err().kind(), FormatErrorKind::InvalidRead { .. }));

@@ -9,11 +9,13 @@ mod qwen3;
 
 use crate::config::{Dialect, RawConfig};
 use crate::decoder::{self, Architecture};
-use crate::{CausalLm, LoadProgress, ModelError, ModelSpec, RankContext};
+use crate::{CausalLm, LoadProgress, ModelError, ModelSpec, ParallelMode, RankContext, Stage};
 use pagemill_formats::Weights;
 
 type ReadSpec = fn(&RawConfig, &Weights) -> Result<ModelSpec, ModelError>;
-type Load = fn(&RawConfig, &Weights, &RankContext, &dyn Fn(LoadProgress)) -> Result<Box<dyn CausalLm>, ModelError>;
+type PlanStages = fn(&RawConfig, &Weights, ParallelMode) -> Result<Vec<Stage>, ModelError>;
+type Load =
+    fn(&RawConfig, &Weights, &RankContext, &Stage, &dyn Fn(LoadProgress)) -> Result<Box<dyn CausalLm>, ModelError>;
 
 /// What an architecture's name leads to.
 pub(crate) struct Entry {
@@ -21,12 +23,20 @@ pub(crate) struct Entry {
     name: &'static str,
     /// Shapes and limits.
     pub read_spec: ReadSpec,
+    /// Which layers each stage holds.
+    pub plan_stages: PlanStages,
     /// The loaded decoder.
     pub load: Load,
 }
 
 const fn entry<A: Architecture>(dialect: Dialect, name: &'static str) -> Entry {
-    Entry { dialect, name, read_spec: decoder::read_spec::<A>, load: decoder::load::<A> }
+    Entry {
+        dialect,
+        name,
+        read_spec: decoder::read_spec::<A>,
+        plan_stages: decoder::plan_stages::<A>,
+        load: decoder::load::<A>,
+    }
 }
 
 const TABLE: &[Entry] = &[

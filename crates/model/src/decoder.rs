@@ -2,12 +2,14 @@
 //! stage's range of layers. Knows no architecture.
 
 use crate::config::RawConfig;
+use crate::holdings::{self, Holdings};
 use crate::kv_groups;
 use crate::layers::{LayerReader, ResidualStream, RmsNorm, StepContext, Vocabulary};
+use crate::made_up;
 use crate::names::{NameTable, Spelling};
-use crate::weights::{Module, WeightReader};
-use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, RankContext};
-use pagemill_backend::{KvPool, Tensor};
+use crate::weights::{Module, WeightReader, dtype_of};
+use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, ParallelMode, RankContext, Stage};
+use pagemill_backend::{BackendError, KvPool, Tensor};
 use pagemill_formats::Weights;
 
 /// What an architecture file provides.
@@ -30,7 +32,7 @@ pub(crate) trait Architecture: Sized {
 /// A loaded layer.
 pub(crate) trait DecoderLayer: Send + Sync {
     /// Adds the layer's contributions to the stream.
-    fn forward(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream) -> Result<(), ModelError>;
+    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError>;
 }
 
 /// Shapes and constants of a decoder, as its configuration states them.
@@ -95,6 +97,17 @@ impl DecoderSpec {
 
     fn model_spec(&self, raw: &RawConfig, weights: &Weights) -> ModelSpec {
         let elements = |shape: &[usize]| shape.iter().fold(1u64, |n, dim| n.saturating_mul(*dim as u64));
+        let stored = weights.tensors();
+        let (num_parameters, stored_bytes) = match weights.made_up_type() {
+            Some(made_up) => {
+                let num_parameters = made_up::num_parameters(self);
+                (num_parameters, num_parameters.saturating_mul(dtype_of(made_up).block_bytes() as u64))
+            }
+            None => (
+                stored.iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),
+                stored.iter().fold(0, |n, info| info.num_bytes().saturating_add(n)),
+            ),
+        };
         ModelSpec {
             architecture: raw.architecture().into(),
             num_layers: self.layer_kinds.len(),
@@ -107,8 +120,8 @@ impl DecoderSpec {
             max_seq_len: self.max_seq_len,
             tied_embeddings: self.tied_embeddings,
             kv_groups: kv_groups::group_layers(&self.layer_kinds),
-            num_parameters: weights.tensors().iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),
-            stored_bytes: weights.tensors().iter().fold(0, |n, info| info.num_bytes().saturating_add(n)),
+            num_parameters,
+            stored_bytes,
         }
     }
 }
@@ -125,45 +138,76 @@ fn read<A: Architecture>(raw: &RawConfig) -> Result<A, ModelError> {
     Ok(architecture)
 }
 
-/// Loads this rank's share of the weights.
+fn spelling<A: Architecture>(raw: &RawConfig, weights: &Weights) -> Spelling {
+    Spelling::find(raw.dialect(), A::NAMES, |name| weights.get(name).is_some())
+}
+
+/// Which layers each stage of `mode` holds; refuses what the model does not allow.
+pub(crate) fn plan_stages<A: Architecture>(
+    raw: &RawConfig,
+    weights: &Weights,
+    mode: ParallelMode,
+) -> Result<Vec<Stage>, ModelError> {
+    let architecture = read::<A>(raw)?;
+    holdings::plan_stages(architecture.spec(), weights, spelling::<A>(raw, weights), mode)
+}
+
+/// Loads this rank's share of the weights of `stage`.
 pub(crate) fn load<A: Architecture>(
     raw: &RawConfig,
     weights: &Weights,
     cx: &RankContext,
+    stage: &Stage,
     progress: &dyn Fn(LoadProgress),
 ) -> Result<Box<dyn CausalLm>, ModelError> {
     let architecture = read::<A>(raw)?;
     let spec = architecture.spec();
     let model_spec = spec.model_spec(raw, weights);
-    let spelling = Spelling::find(raw.dialect(), A::NAMES, |name| weights.get(name).is_some());
-    let reader = WeightReader::new(weights, raw.path(), cx, spelling, progress);
-    let vocabulary = Vocabulary::load(&reader, spec)?;
-    let places = kv_groups::places(&model_spec.kv_groups, model_spec.num_layers);
-    let layers = places
-        .into_iter()
-        .enumerate()
+    let holdings = Holdings { stage, num_layers: model_spec.num_layers, tied_embeddings: spec.tied_embeddings };
+    let reader = WeightReader::new(weights, raw.path(), cx, spelling::<A>(raw, weights), holdings, progress);
+    let vocabulary = Vocabulary::load(&reader, spec, holdings)?;
+    let places = kv_groups::places(&model_spec.kv_groups, stage.layers.clone());
+    let layers = stage
+        .layers
+        .clone()
+        .zip(places)
         .map(|(layer_idx, place)| architecture.load_layer(&LayerReader { weights: &reader, spec, layer_idx, place }))
         .collect::<Result<Vec<_>, _>>()?;
-    let final_norm = RmsNorm::load_outer(&reader, spec, Module::Outer("model.norm"))?;
-    reader.finish(spec.tied_embeddings)?;
+    let final_norm =
+        stage.is_last().then(|| RmsNorm::load_outer(&reader, spec, Module::Outer("model.norm"))).transpose()?;
+    reader.finish()?;
     Ok(Box::new(Decoder {
         cx: cx.clone(),
         weight_bytes: reader.bytes_on_device(),
         vocabulary,
         layers,
         final_norm,
+        stage: stage.clone(),
         spec: model_spec,
     }))
 }
 
-/// A decoder of layers `L`.
+/// A stage of a decoder of layers `L`.
 struct Decoder<L> {
     cx: RankContext,
     spec: ModelSpec,
+    stage: Stage,
     vocabulary: Vocabulary,
     layers: Vec<L>,
-    final_norm: RmsNorm,
+    /// On the last stage.
+    final_norm: Option<RmsNorm>,
     weight_bytes: u64,
+}
+
+impl<L: DecoderLayer> Decoder<L> {
+    fn run_layers(&self, hidden: Tensor, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
+        let mut stream = ResidualStream::new(hidden);
+        let mut cx = StepContext { rank: &self.cx, batch: input.batch, kv };
+        for layer in &self.layers {
+            layer.forward(&mut cx, &mut stream)?;
+        }
+        stream.finish(&cx)
+    }
 }
 
 impl<L: DecoderLayer> CausalLm for Decoder<L> {
@@ -171,21 +215,33 @@ impl<L: DecoderLayer> CausalLm for Decoder<L> {
         &self.spec
     }
 
+    fn stage(&self) -> &Stage {
+        &self.stage
+    }
+
     fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
-        let mut stream = ResidualStream::new(self.vocabulary.embed(&self.cx, input.token_ids)?);
-        let mut cx = StepContext { rank: &self.cx, batch: input.batch, kv };
-        for layer in &self.layers {
-            layer.forward(&mut cx, &mut stream)?;
+        self.run_layers(self.vocabulary.embed(&self.cx, input.token_ids)?, input, kv)
+    }
+
+    fn forward_from(&self, hidden: Tensor, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
+        let (rows, cols) = (input.token_ids.len(), self.spec.hidden_size);
+        if (hidden.rows(), hidden.cols()) != (rows, cols) {
+            let (expected, got) = (format!("[{rows}, {cols}]"), format!("[{}, {}]", hidden.rows(), hidden.cols()));
+            return Err(BackendError::Shape { op: "forward_from", expected, got }.into());
         }
-        stream.finish(&cx)
+        self.run_layers(hidden, input, kv)
     }
 
     fn logits(&self, hidden: &Tensor, rows: &[u32]) -> Result<Tensor, ModelError> {
         let backend = self.cx.backend.as_ref();
+        let final_norm = self.final_norm.as_ref().ok_or_else(|| BackendError::Shape {
+            op: "logits",
+            expected: "the last stage".into(),
+            got: format!("stage {} of {}", self.stage.index, self.stage.count),
+        })?;
         let mut wanted = backend.temp(rows.len(), hidden.cols())?; // [R, D]
         backend.gather_rows(hidden, rows, &mut wanted)?;
-        let normed = self.final_norm.forward(backend, &wanted)?;
-        self.vocabulary.logits(&self.cx, &normed) // [R, V]
+        self.vocabulary.logits(&self.cx, final_norm.of(&wanted)) // [R, V]
     }
 
     fn weight_bytes(&self) -> u64 {

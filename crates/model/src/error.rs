@@ -40,6 +40,16 @@ pub enum ModelError {
         /// What is wrong.
         detail: String,
     },
+    /// A layout over ranks that the model does not allow.
+    #[error("{key} = {value}: {detail}")]
+    Parallel {
+        /// `tensor_parallel` or `pipeline_parallel`.
+        key: &'static str,
+        /// What was asked for.
+        value: usize,
+        /// The numbers that do not fit together.
+        detail: String,
+    },
     /// A tensor is missing, has the wrong shape, or is not used by this architecture.
     #[error("{path}: tensor {tensor:?}: {detail}")]
     Tensor {

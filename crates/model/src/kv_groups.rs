@@ -58,13 +58,15 @@ pub(crate) struct KvPlace {
     pub layer_in_group: usize,
 }
 
-/// The place of every layer, by layer index.
+/// The places of the layers `stage`, in order. A stage's pool has tensors for its own layers only, so
+/// layers are counted within their group from the stage's first one on.
 #[must_use]
-pub(crate) fn places(groups: &[KvGroupSpec], num_layers: usize) -> Vec<KvPlace> {
-    let mut places = vec![KvPlace { group_idx: 0, layer_in_group: 0 }; num_layers];
+pub(crate) fn places(groups: &[KvGroupSpec], stage: Range<usize>) -> Vec<KvPlace> {
+    let mut places = vec![KvPlace { group_idx: 0, layer_in_group: 0 }; stage.len()];
     for (group_idx, group) in groups.iter().enumerate() {
-        for (layer_in_group, &layer) in group.layers.iter().enumerate() {
-            places[layer] = KvPlace { group_idx, layer_in_group };
+        let here = group.layers.iter().filter(|layer| stage.contains(layer));
+        for (layer_in_group, &layer) in here.enumerate() {
+            places[layer - stage.start] = KvPlace { group_idx, layer_in_group };
         }
     }
     places
@@ -89,12 +91,22 @@ mod tests {
         let mut seen: Vec<usize> = groups.iter().flat_map(|g| g.layers.clone()).collect();
         seen.sort_unstable();
         assert_eq!(seen, (0..kinds.len()).collect::<Vec<_>>(), "every layer in exactly one group");
-        let places = places(&groups, kinds.len());
+        let places = places(&groups, 0..kinds.len());
         for (layer, place) in places.iter().enumerate() {
             assert_eq!(groups[place.group_idx].layers[place.layer_in_group], layer);
             assert_eq!(groups[place.group_idx].kind, kinds[layer]);
             assert!(groups[place.group_idx].layers.is_sorted());
         }
+    }
+
+    #[test]
+    fn a_stage_counts_its_own_layers() {
+        let groups = group_layers(&[KvKind::Full; 6]);
+        let places = places(&groups, 2..5);
+        assert_eq!(places.iter().map(|place| place.layer_in_group).collect::<Vec<_>>(), [0, 1, 2]);
+        let groups = group_layers(&pattern(3, 3));
+        let places: Vec<_> = (1..3).flat_map(|layer| super::places(&groups, layer..layer + 1)).collect();
+        assert_eq!(places, [1, 2].map(|group_idx| KvPlace { group_idx, layer_in_group: 0 }));
     }
 
     #[test]

@@ -9,16 +9,20 @@ mod arch;
 mod config;
 mod decoder;
 mod error;
+mod holdings;
 mod kv_groups;
 mod layers;
+mod made_up;
 mod names;
 mod rope;
 mod shard;
 mod spec;
+mod stage;
 mod weights;
 
 pub use error::ModelError;
 pub use spec::{KvGroupSpec, KvKind, ModelSpec};
+pub use stage::{ParallelMode, Stage};
 
 use arch::Entry;
 use config::{Dialect, RawConfig};
@@ -48,11 +52,19 @@ pub trait CausalLm: Send + Sync {
     /// Shapes and limits.
     fn spec(&self) -> &ModelSpec;
 
-    /// Runs all layers of this rank's stage: writes K and V of the step's tokens to `kv` and returns
-    /// the hidden states `[T, D]` after the last layer (before the final norm).
+    /// The layers that this rank's stage holds.
+    fn stage(&self) -> &Stage;
+
+    /// On the first stage: embeds the tokens and runs the stage's layers. Writes K and V of the step's
+    /// tokens to `kv` and returns the hidden states `[T, D]` after the stage's last layer (before the
+    /// final norm).
     fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError>;
 
-    /// Logits in f32 `[R, V]` of the rows `rows` of `hidden`: final norm, head, caps and scales.
+    /// On a later stage: the same from the hidden states `[T, D]` of the stage before.
+    fn forward_from(&self, hidden: Tensor, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError>;
+
+    /// On the last stage: logits in f32 `[R, V]` of the rows `rows` of `hidden`: final norm, head, caps
+    /// and scales. The same on every rank of the stage.
     fn logits(&self, hidden: &Tensor, rows: &[u32]) -> Result<Tensor, ModelError>;
 
     /// Bytes of weights on this rank's device.
@@ -69,7 +81,18 @@ pub fn read_spec(checkpoint: &Checkpoint) -> Result<ModelSpec, ModelError> {
     (entry.read_spec)(&raw, checkpoint.weights())
 }
 
-/// Loads this rank's share of the weights.
+/// Lays the model out over the ranks of `mode`: its stages, in order, balanced by the bytes that a step
+/// reads of their weights. Reads no weight.
+///
+/// # Errors
+/// [`ModelError::Parallel`] when heads, layers or quantisation blocks do not divide so; and as
+/// [`read_spec`].
+pub fn plan_stages(checkpoint: &Checkpoint, mode: ParallelMode) -> Result<Vec<Stage>, ModelError> {
+    let (entry, raw) = identify(checkpoint)?;
+    (entry.plan_stages)(&raw, checkpoint.weights(), mode)
+}
+
+/// Loads this rank's share of the weights of a model of one stage.
 ///
 /// # Errors
 /// [`ModelError`] naming the tensor, the field or the file.
@@ -79,7 +102,23 @@ pub fn load(
     progress: &dyn Fn(LoadProgress),
 ) -> Result<Box<dyn CausalLm>, ModelError> {
     let (entry, raw) = identify(checkpoint)?;
-    (entry.load)(&raw, checkpoint.weights(), cx, progress)
+    let spec = (entry.read_spec)(&raw, checkpoint.weights())?;
+    (entry.load)(&raw, checkpoint.weights(), cx, &Stage::whole(spec.num_layers), progress)
+}
+
+/// Loads this rank's share of the weights of `stage`, one of [`plan_stages`]'. Nothing that other stages
+/// hold is read.
+///
+/// # Errors
+/// As [`load`].
+pub fn load_stage(
+    checkpoint: &Checkpoint,
+    cx: &RankContext,
+    stage: &Stage,
+    progress: &dyn Fn(LoadProgress),
+) -> Result<Box<dyn CausalLm>, ModelError> {
+    let (entry, raw) = identify(checkpoint)?;
+    (entry.load)(&raw, checkpoint.weights(), cx, stage, progress)
 }
 
 /// The architecture's entry in the table, and the configuration that it will read.
@@ -96,6 +135,12 @@ fn identify(checkpoint: &Checkpoint) -> Result<(&'static Entry, RawConfig), Mode
             let name = config.architectures.first().map_or(config.model_type.as_str(), String::as_str);
             let entry = arch::find(Dialect::HuggingFace, name)?;
             Ok((entry, RawConfig::from_hf(name.into(), config, weights.tensors().len())))
+        }
+        Checkpoint::ConfigOnly(only) => {
+            let config = only.config();
+            let name = config.architectures.first().map_or(config.model_type.as_str(), String::as_str);
+            let entry = arch::find(Dialect::HuggingFace, name)?;
+            Ok((entry, RawConfig::from_hf(name.into(), config, made_up::MAX_LAYERS)))
         }
     }
 }

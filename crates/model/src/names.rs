@@ -100,6 +100,15 @@ impl Spelling {
         }
     }
 
+    /// The layer whose tensor this is; `None` for those outside the layers.
+    pub(crate) fn layer_of(self, name: &str) -> Option<usize> {
+        let rest = match self.dialect {
+            Dialect::HuggingFace => name.strip_prefix(self.root.model)?.strip_prefix("layers.")?,
+            Dialect::Gguf => name.strip_prefix("blk.")?,
+        };
+        rest.split('.').next()?.parse().ok()
+    }
+
     /// Whether a tensor that no layer reads may be there all the same.
     pub(crate) fn is_harmless(self, name: &str, tied_embeddings: bool) -> bool {
         // Old exports store the rope frequencies, which the configuration determines; a tied head may be
@@ -127,7 +136,10 @@ mod tests {
         assert_eq!(hf.outer("model.embed_tokens", "weight"), "model.embed_tokens.weight");
         assert_eq!(hf.outer("lm_head", "weight"), "lm_head.weight");
         assert_eq!(hf.in_layer(3, "self_attn.q_proj", "bias"), "model.layers.3.self_attn.q_proj.bias");
+        assert_eq!(hf.layer_of("model.layers.12.mlp.up_proj.weight"), Some(12));
+        assert_eq!(hf.layer_of("model.norm.weight"), None);
         let gguf = Spelling { dialect: Dialect::Gguf, ..hf };
+        assert_eq!((gguf.layer_of("blk.7.ffn_up.weight"), gguf.layer_of("output.weight")), (Some(7), None));
         assert_eq!(gguf.outer("lm_head", "weight"), "output.weight");
         assert_eq!(gguf.in_layer(3, "post_attention_layernorm", "weight"), "blk.3.ffn_norm.weight");
         let gemma = Spelling { table: &GEMMA3, ..gguf };

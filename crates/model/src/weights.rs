@@ -3,6 +3,8 @@
 //! Knows no architecture.
 
 use crate::config::Dialect;
+use crate::holdings::Holdings;
+use crate::made_up::MadeUp;
 use crate::names::Spelling;
 use crate::shard::{Shard, ShardError};
 use crate::{LoadProgress, ModelError, RankContext};
@@ -32,6 +34,10 @@ pub(crate) fn dtype_of(tensor_type: TensorType) -> DType {
     }
 }
 
+/// Bytes of a row from which they are read alone where only they are wanted: below, the pages that hold
+/// them hold the rest of the row too, and one read of many rows is quicker.
+const WORTH_A_READ_BYTES: usize = 4096;
+
 /// A tensor by transformers' name, without `.weight` or `.bias`.
 #[derive(Clone, Copy)]
 pub(crate) enum Module<'a> {
@@ -44,8 +50,6 @@ pub(crate) enum Module<'a> {
 /// The part of a matrix that this rank takes.
 #[derive(Clone)]
 pub(crate) enum Cut {
-    /// All of it.
-    Whole,
     /// Some output features.
     Rows(Range<usize>),
     /// Some input features; the range lies on quantisation block borders.
@@ -66,10 +70,13 @@ pub(crate) enum Bias {
 /// Reads one checkpoint for one rank.
 pub(crate) struct WeightReader<'a> {
     weights: &'a Weights,
+    /// Where there are no weights.
+    made_up: Option<MadeUp>,
     /// The configuration's file: where a missing tensor is reported.
     path: &'a str,
     cx: &'a RankContext,
     spelling: Spelling,
+    holdings: Holdings<'a>,
     progress: &'a dyn Fn(LoadProgress),
     taken: RefCell<HashSet<String>>,
     bytes_read: Cell<u64>,
@@ -78,20 +85,24 @@ pub(crate) struct WeightReader<'a> {
 }
 
 impl<'a> WeightReader<'a> {
-    /// Reads `weights` for the rank of `cx`.
+    /// Reads the part `holdings` of `weights` for the rank of `cx`.
     pub(crate) fn new(
         weights: &'a Weights,
         path: &'a str,
         cx: &'a RankContext,
         spelling: Spelling,
+        holdings: Holdings<'a>,
         progress: &'a dyn Fn(LoadProgress),
     ) -> Self {
-        let bytes_total = weights.tensors().iter().map(TensorInfo::num_bytes).sum();
+        let here = |info: &&TensorInfo| !holdings.is_elsewhere(spelling, info.name());
+        let bytes_total = weights.tensors().iter().filter(here).map(TensorInfo::num_bytes).sum();
         Self {
             weights,
+            made_up: weights.made_up_type().map(|tensor_type| MadeUp::new(dtype_of(tensor_type))),
             path,
             cx,
             spelling,
+            holdings,
             progress,
             taken: RefCell::default(),
             bytes_read: Cell::new(0),
@@ -124,6 +135,9 @@ impl<'a> WeightReader<'a> {
 
     /// Elements that the weight packs into one block: columns may be cut at its multiples.
     pub(crate) fn block_elems(&self, module: Module<'_>) -> Result<usize, ModelError> {
+        if let Some(made_up) = &self.made_up {
+            return Ok(made_up.dtype.block_elems());
+        }
         let (_, dtype) = self.tensor(&self.name(module, "weight"))?;
         Ok(dtype.block_elems())
     }
@@ -131,8 +145,11 @@ impl<'a> WeightReader<'a> {
     /// The matrix `module.weight` `[rows, cols]`, cut to this rank's part.
     pub(crate) fn matrix(&self, module: Module<'_>, shape: [usize; 2], cut: &Cut) -> Result<Weight, ModelError> {
         let name = self.name(module, "weight");
-        let (info, dtype) = self.tensor(&name)?;
-        if info.shape() != shape {
+        let (info, dtype) = match &self.made_up {
+            Some(made_up) => (None, made_up.dtype),
+            None => self.tensor(&name).map(|(info, dtype)| (Some(info), dtype))?,
+        };
+        if let Some(info) = info.filter(|info| info.shape() != shape) {
             return Err(self.misshaped(info, &shape));
         }
         let row_bytes = |cols: usize| {
@@ -142,7 +159,6 @@ impl<'a> WeightReader<'a> {
         };
         let stored_row_bytes = row_bytes(shape[1])?;
         let (rows, cols) = match cut {
-            Cut::Whole => (0..shape[0], 0..shape[1]),
             Cut::Rows(rows) => (rows.clone(), 0..shape[1]),
             Cut::Cols(cols) => (0..shape[0], cols.clone()),
         };
@@ -151,8 +167,14 @@ impl<'a> WeightReader<'a> {
         let desc = WeightDesc { name: name.clone(), dtype, rows: rows.len(), cols: cols.len() };
         let mut staging = Vec::new();
         let weight = self.cx.backend.load_weight(desc, &mut |first_row, num_rows, out| {
-            if kept_row_bytes == stored_row_bytes {
+            if let Some(made_up) = &self.made_up {
+                made_up.fill(out);
+            } else if kept_row_bytes == stored_row_bytes {
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, out)?;
+            } else if kept_row_bytes >= WORTH_A_READ_BYTES {
+                for (row, kept) in out.chunks_exact_mut(kept_row_bytes).enumerate() {
+                    self.weights.read_in_row(&name, rows.start + first_row + row, bytes_before, kept)?;
+                }
             } else {
                 staging.resize(num_rows * stored_row_bytes, 0);
                 self.weights.read_rows(&name, rows.start + first_row, num_rows, &mut staging)?;
@@ -162,7 +184,8 @@ impl<'a> WeightReader<'a> {
             }
             Ok(())
         })?;
-        self.account(name, info, weight.len_bytes());
+        self.bytes_on_device.set(self.bytes_on_device.get() + weight.len_bytes() as u64);
+        info.into_iter().for_each(|info| self.account(name.clone(), info));
         Ok(weight)
     }
 
@@ -205,14 +228,14 @@ impl<'a> WeightReader<'a> {
         Ok(Some(values))
     }
 
-    /// Refuses tensors that no layer has read.
-    pub(crate) fn finish(&self, tied_embeddings: bool) -> Result<(), ModelError> {
+    /// Refuses tensors that no layer has read and that are no other stage's.
+    pub(crate) fn finish(&self) -> Result<(), ModelError> {
         let taken = self.taken.borrow();
-        let unread = self
-            .weights
-            .tensors()
-            .iter()
-            .find(|info| !taken.contains(info.name()) && !self.spelling.is_harmless(info.name(), tied_embeddings));
+        let (spelling, holdings) = (self.spelling, self.holdings);
+        let is_excused =
+            |name: &str| spelling.is_harmless(name, holdings.tied_embeddings) || holdings.is_elsewhere(spelling, name);
+        let unread =
+            self.weights.tensors().iter().find(|info| !taken.contains(info.name()) && !is_excused(info.name()));
         if let Some(info) = unread {
             return Err(self.error(info.name(), "not used by this architecture; the result would be wrong".into()));
         }
@@ -235,6 +258,9 @@ impl<'a> WeightReader<'a> {
 
     /// A float vector as f32.
     fn floats(&self, name: &str, len: usize) -> Result<Vec<f32>, ModelError> {
+        if self.made_up.is_some() {
+            return Ok(MadeUp::vector(name, len));
+        }
         let (info, dtype) = self.tensor(name)?;
         if info.shape() != [len] {
             return Err(self.misshaped(info, &[len]));
@@ -245,7 +271,7 @@ impl<'a> WeightReader<'a> {
         let mut bytes = vec![0; len * dtype.block_bytes()];
         self.weights.read_all(name, &mut bytes)?;
         let values = floats_from_bytes(dtype, &bytes);
-        self.account(name.into(), info, 0);
+        self.account(name.into(), info);
         Ok(values)
     }
 
@@ -255,8 +281,7 @@ impl<'a> WeightReader<'a> {
         Ok(tensor)
     }
 
-    fn account(&self, name: String, info: &TensorInfo, bytes_on_device: usize) {
-        self.bytes_on_device.set(self.bytes_on_device.get() + bytes_on_device as u64);
+    fn account(&self, name: String, info: &TensorInfo) {
         if self.taken.borrow_mut().insert(name) {
             self.bytes_read.set(self.bytes_read.get() + info.num_bytes());
             (self.progress)(LoadProgress { bytes_done: self.bytes_read.get(), bytes_total: self.bytes_total });

@@ -7,7 +7,7 @@ mod harness;
 use harness::{check_goldens, zoo};
 use pagemill_formats::testing::GgufWriter;
 use pagemill_formats::{Checkpoint, TensorType, Weights};
-use pagemill_model::{KvKind, ModelError, ModelSpec, read_spec};
+use pagemill_model::{KvKind, ModelError, ModelSpec, ParallelMode, plan_stages, read_spec};
 use std::path::PathBuf;
 
 const OUTER: [(&str, &str); 3] =
@@ -265,4 +265,41 @@ fn tensors_are_accounted_for() {
     );
     refused(&llama().f32_tensor("rope_freqs.weight", &[16], &[0.0; 16]), "\"rope_freqs.weight\": holds a divisor");
     refused(&gemma().f32_tensor("rope_freqs.weight", &[32], &[1.0; 32]), "\"rope_freqs.weight\": not used");
+}
+
+/// Blocks of 256 cannot be cut where two ranks would share one; whatever else divides.
+#[test]
+fn quantisation_borders_refuse_a_layout() {
+    let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
+    let spec = read_spec(&checkpoint).unwrap();
+    let with = |name: &str, shape: &[u64], bytes: usize| {
+        let embedding = vec![0.0; 512 * 128];
+        let writer = keys("llama", &spec).f32("llama.rope.freq_base", 1e4).f32_tensor(
+            "token_embd.weight",
+            &[512, 128],
+            &embedding,
+        );
+        let norm = |writer: GgufWriter, layer| {
+            writer.f32_tensor(&format!("blk.{layer}.attn_norm.weight"), &[128], &[1.0; 128])
+        };
+        let writer = (0..spec.num_layers).fold(writer, norm);
+        let q4_k = 12;
+        write(&writer.tensor(name, q4_k, shape, vec![0; bytes]))
+    };
+    let plan = |path: &PathBuf, tensor_parallel| {
+        let mode = ParallelMode { tensor_parallel, pipeline_parallel: 2 };
+        plan_stages(&Checkpoint::open(path).unwrap(), mode)
+    };
+    let (_folder, path) = with("blk.1.ffn_down.weight", &[128, 256], 128 * 144);
+    assert_eq!(plan(&path, 1).unwrap().len(), 2);
+    assert_eq!(
+        plan(&path, 2).unwrap_err().to_string(),
+        "tensor_parallel = 2: blk.1.ffn_down.weight: 256 features in pieces of 256 do not cover 2 ranks"
+    );
+    let (_folder, path) = with("blk.3.attn_output.weight", &[128, 256], 128 * 144);
+    assert_eq!(
+        plan(&path, 2).unwrap_err().to_string(),
+        "tensor_parallel = 2: 2 heads of 32 features each rank do not end on the blocks of 256 of \
+         blk.3.attn_output.weight"
+    );
 }

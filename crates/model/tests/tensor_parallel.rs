@@ -4,9 +4,9 @@
 mod harness;
 
 use harness::{Rig, golden, ids, zoo};
-use pagemill_backend::{Backend, BackendError, Collective, CpuBackend, CpuConfig, DType, Tensor};
+use pagemill_backend::{ActivationMode, Backend, BackendError, Collective, CpuBackend, CpuConfig, DType, Tensor};
 use pagemill_formats::Checkpoint;
-use pagemill_model::{RankContext, load};
+use pagemill_model::{ParallelMode, RankContext, load, load_stage, plan_stages, read_spec};
 use std::sync::{Arc, Barrier, Mutex};
 
 /// What the ranks of one stage share.
@@ -127,6 +127,29 @@ fn ranks_hold_shares_of_the_weights() {
     assert_eq!(pair[0], pair[1]);
     // The embedding and the norms are whole on each rank; all else is halved.
     assert!(pair[0] < solo * 6 / 10, "{} of {solo} bytes", pair[0]);
+}
+
+/// Stages read and hold their own layers; a tied embedding is on both ends.
+#[test]
+fn stages_hold_their_own_part() {
+    for (name, is_tied) in [("llama", false), ("gemma3", true)] {
+        let checkpoint = Checkpoint::open(&zoo(name)).unwrap();
+        let spec = read_spec(&checkpoint).unwrap();
+        let stages = plan_stages(&checkpoint, ParallelMode { tensor_parallel: 1, pipeline_parallel: 2 }).unwrap();
+        let cx = harness::context(ActivationMode::default());
+        let whole = load(&checkpoint, &cx, &|_| {}).unwrap().weight_bytes();
+        let (mut held, mut read) = (0, 0);
+        for stage in &stages {
+            let last = std::cell::Cell::new(0);
+            let model = load_stage(&checkpoint, &cx, stage, &|progress| last.set(progress.bytes_done)).unwrap();
+            assert_eq!((model.stage(), model.spec()), (stage, &spec));
+            held += model.weight_bytes();
+            read += last.get();
+        }
+        let embedding = checkpoint.weights().get("model.embed_tokens.weight").unwrap().num_bytes();
+        let twice = if is_tied { embedding } else { 0 };
+        assert_eq!((held, read), (whole + twice, spec.stored_bytes + twice), "{name}");
+    }
 }
 
 #[test]

@@ -4,6 +4,7 @@
 
 mod apply;
 mod continuous;
+mod micro_batch;
 mod sequence;
 mod static_batch;
 mod step;
@@ -39,6 +40,12 @@ pub struct SchedulerConfig {
     pub continuous_batching: bool,
     /// How long a static batch waits to fill (microseconds).
     pub static_batch_wait_us: u64,
+    /// Steps in flight that the plans are to be cut for, at least 1: each takes about such a part of what
+    /// is ready.
+    pub micro_batches: usize,
+    /// Stages of the pipeline that runs the plans, at least 1. From 2 on, sequences of negative priority
+    /// only fill its bubbles while others live (continuous batching).
+    pub num_stages: usize,
 }
 
 /// Counters and gauges.
@@ -56,6 +63,8 @@ pub struct SchedulerStats {
     pub generated_tokens: u64,
     /// Padding slots computed since start (static batches only).
     pub padding_tokens: u64,
+    /// Tokens computed since start where a stage would have idled.
+    pub filler_tokens: u64,
     /// Most sequences running at once since start.
     pub peak_running: usize,
 }
@@ -207,6 +216,9 @@ impl DynamicBatchScheduler {
         }
         self.step += 1;
         let (plan, in_flight) = step.finish(self.step);
+        if in_flight.is_filler {
+            self.counters.filler_tokens += in_flight.num_tokens as u64;
+        }
         self.in_flight.push_back(in_flight);
         plan
     }

@@ -155,14 +155,14 @@ impl Answer {
                 }
                 Ok(None)
             }
-            EngineEvent::Failed { message } => Err(ApiError::internal(format!("The engine failed: {message}."))),
+            EngineEvent::Failed { message } => Err(ApiError::engine_stopped(&message)),
         }
     }
 
     /// Waits for the whole answer: one delta and one end for each choice, in order.
     ///
     /// # Errors
-    /// 500 when the engine failed.
+    /// 503 when the engine has stopped.
     pub(crate) async fn collect(&mut self, mut generation: Generation) -> Result<Vec<(Delta, Finish)>, ApiError> {
         let mut collected: Vec<(Delta, Finish)> =
             (0..self.num_choices()).map(|_| (Delta::default(), Finish::Length)).collect();

@@ -34,6 +34,14 @@ pub enum AssetsError {
         /// What is wrong with it.
         source: TextError,
     },
+    /// A configuration alone.
+    #[error(
+        "{path}: a configuration without a tokenizer has no text; with made-up weights only benches of token ids run"
+    )]
+    NoText {
+        /// The configuration's file.
+        path: String,
+    },
     /// A sampling default that no request could ask for.
     #[error("{path}: generation_config.json: {field} = {value}: {detail}")]
     Default {
@@ -57,6 +65,9 @@ impl TextAssets {
         match checkpoint {
             Checkpoint::Gguf(file) => from_gguf(file),
             Checkpoint::HuggingFace(folder) => from_folder(folder),
+            Checkpoint::ConfigOnly(only) => {
+                Err(AssetsError::NoText { path: only.config().fields().file().display().to_string() })
+            }
         }
     }
 }

@@ -133,6 +133,11 @@ impl ApiError {
         Self::new(StatusCode::INTERNAL_SERVER_ERROR, "server_error", message)
     }
 
+    /// The engine has stopped for good; its own words follow. 503.
+    pub(crate) fn engine_stopped(message: &str) -> Self {
+        Self::unavailable(capitalised(message), "engine_stopped")
+    }
+
     /// 503; `code` says why.
     pub(crate) fn unavailable(message: impl Into<String>, code: &'static str) -> Self {
         let mut error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "server_error", message);
@@ -236,7 +241,7 @@ impl From<SubmitError> for ApiError {
             SubmitError::Refused(Refusal::TooManyChoices { .. }) => Self::bad_field("n", capitalised(&message)),
             SubmitError::Refused(Refusal::EmptyPrompt) => Self::bad_field("prompt", capitalised(&message)),
             SubmitError::Draining => Self::draining(),
-            SubmitError::Stopped(_) => Self::unavailable(capitalised(&message), "engine_stopped"),
+            SubmitError::Stopped(_) => Self::engine_stopped(&message),
         }
     }
 }

@@ -4,7 +4,7 @@
 //! Everything has a `pagemill_` name; what request routers read also has the `vllm:` name they look for.
 
 use crate::state::ReadyModel;
-use pagemill_engine::EngineStatus;
+use pagemill_engine::{EngineStatus, PipelineStatus};
 use prometheus_client::collector::Collector;
 use prometheus_client::encoding::{DescriptorEncoder, EncodeLabelSet, prometheus_text};
 use prometheus_client::metrics::MetricType;
@@ -42,6 +42,18 @@ struct FinishLabels {
 struct HttpLabels {
     route: &'static str,
     status: u16,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct StageLabels {
+    model_name: String,
+    stage: u64,
+}
+
+#[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
+struct TuningLabels {
+    model_name: String,
+    micro_batches: u64,
 }
 
 #[derive(Clone)]
@@ -235,6 +247,12 @@ fn own_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Readi
         ("kv_copies_on_write", "KV blocks copied on write", Reading::Counter(kv.copies_on_write)),
         ("peak_running", "Most sequences running at once", Reading::Gauge(status.scheduler.peak_running as f64)),
         ("padding_tokens", "Padding slots computed", Reading::Counter(status.scheduler.padding_tokens)),
+        ("filler_tokens", "Tokens computed where a stage would have idled", {
+            Reading::Counter(status.scheduler.filler_tokens)
+        }),
+        ("ranks", "Ranks that the model is laid out over", Reading::Gauge(status.pipeline.num_ranks as f64)),
+        ("micro_batches", "Steps in flight at most", Reading::Gauge(status.pipeline.micro_batches as f64)),
+        ("pipeline_active_microseconds", "Time with a step in flight", { Reading::Counter(status.pipeline.active_us) }),
         ("steps", "Engine steps", Reading::Counter(status.steps)),
         ("stalled_seconds", "Time since a busy step loop last moved", {
             Reading::Gauge(Duration::from_micros(status.stalled_for_us).as_secs_f64())
@@ -263,8 +281,41 @@ impl Collector for EngineCollector {
                 encode_reading(&mut encoder, &format!("{prefix}{name}"), help, &reading, &labels)?;
             }
         }
-        Ok(())
+        encode_pipeline(&mut encoder, &status.pipeline, model.name())
     }
+}
+
+/// What has one value for each stage, and the curve that the number of micro-batches was chosen from.
+fn encode_pipeline(
+    encoder: &mut DescriptorEncoder,
+    pipeline: &PipelineStatus,
+    model_name: &str,
+) -> Result<(), fmt::Error> {
+    let stages = || {
+        pipeline.stages.iter().zip(0u64..).map(|(status, stage)| {
+            let labels = StageLabels { model_name: model_name.to_owned(), stage };
+            (status, labels)
+        })
+    };
+    let help = "Time in steps, without waiting for the stages beside it";
+    let name = "pagemill_stage_busy_microseconds";
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+    for (status, labels) in stages() {
+        let none = None::<&Exemplar<StageLabels, f64>>;
+        family.encode_family(&labels)?.encode_counter::<StageLabels, u64, f64>(&status.busy_us, none)?;
+    }
+    let help = "Share of the active time since start in which a stage had nothing to do, 0 to 1";
+    let mut family = encoder.encode_descriptor("pagemill_stage_idle_share", help, None, MetricType::Gauge)?;
+    for (status, labels) in stages() {
+        family.encode_family(&labels)?.encode_gauge(&pipeline.idle_share(status))?;
+    }
+    let (name, help) = ("pagemill_micro_batch_tuning_tokens_per_second", "Measured at start, by steps in flight");
+    let mut family = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    for sample in pipeline.tuning.iter() {
+        let labels = TuningLabels { model_name: model_name.to_owned(), micro_batches: sample.micro_batches as u64 };
+        family.encode_family(&labels)?.encode_gauge(&sample.tokens_per_s)?;
+    }
+    Ok(())
 }
 
 fn encode_reading(

@@ -105,7 +105,7 @@ fn draw_request(draw: &mut Draw, limits: WorkloadLimits, shared: &[Vec<u32>], re
         prompt: draw_prompt(draw, max_seq_len, max_tokens, shared),
         max_tokens,
         n,
-        priority: draw.pick(&[0, 0, 0, 0, 1, 2, -1]),
+        priority: draw.pick(&[0, 0, 0, 0, 1, 2, -1, -1]),
         cache_salt,
         sampling: SamplingParams {
             seed: draw.word(),

@@ -14,7 +14,7 @@
 //! ```
 
 use super::check::{ensure, shape_error};
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::kv_layout::{KvLayer, TILE};
 use super::linear::OutMatrix;
 use super::memory::AlignedBytes;
@@ -182,17 +182,16 @@ pub(crate) struct AttentionKernels {
 }
 
 fn kernels(isa: Isa, head_dim: usize) -> Option<&'static AttentionKernels> {
-    if isa == Isa::Scalar || !head_dim.is_multiple_of(TILE) {
-        return None;
+    match isa.vectors() {
+        _ if !head_dim.is_multiple_of(TILE) => None,
+        #[cfg(target_arch = "x86_64")]
+        Vectors::Avx512 if head_dim <= super::avx512_attention::MAX_HEAD_DIM => Some(&super::avx512_attention::KERNELS),
+        #[cfg(target_arch = "x86_64")]
+        Vectors::Avx2 | Vectors::Avx512 => Some(&super::avx2_attention::KERNELS),
+        #[cfg(target_arch = "aarch64")]
+        Vectors::Neon => Some(&super::neon_attention::KERNELS),
+        _ => None,
     }
-    #[cfg(target_arch = "x86_64")]
-    if isa >= Isa::Avx512Vnni && head_dim <= super::avx512_attention::MAX_HEAD_DIM {
-        return Some(&super::avx512_attention::KERNELS);
-    }
-    #[cfg(target_arch = "x86_64")]
-    return Some(&super::avx2_attention::KERNELS);
-    #[cfg(not(target_arch = "x86_64"))]
-    None
 }
 
 thread_local! {

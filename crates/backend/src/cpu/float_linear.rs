@@ -1,7 +1,7 @@
 //! Weights stored as F32, F16 or BF16 and their products. Bytes stay as in the file; a kernel widens
 //! them to f32 in registers. Each output is one running sum in an order that depends only on C.
 
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::linear::OutMatrix;
 use super::memory::AlignedBytes;
 use super::reference;
@@ -70,18 +70,32 @@ impl FloatWeight {
         out: OutMatrix,
     ) {
         debug_assert_eq!(cols, self.cols);
-        #[cfg(target_arch = "x86_64")]
-        if self.isa >= Isa::Avx512Vnni {
-            // SAFETY: this function's contract, and the machine has AVX-512 F, BW, DQ and VL.
-            unsafe { super::avx512_linear::matmul_tile(self, x, cols, tokens, rows, out) };
-            return;
+        // SAFETY: this function's contract, and the machine has the set (`CpuBackend::new`).
+        unsafe {
+            match self.isa.vectors() {
+                #[cfg(target_arch = "x86_64")]
+                Vectors::Avx512 => super::avx512_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                #[cfg(target_arch = "x86_64")]
+                Vectors::Avx2 => super::avx2_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                #[cfg(target_arch = "aarch64")]
+                Vectors::Neon => super::neon_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                _ => self.matmul_tile_scalar(x, cols, tokens, rows, out),
+            }
         }
-        #[cfg(target_arch = "x86_64")]
-        if self.isa >= Isa::Avx2 {
-            // SAFETY: this function's contract, and the machine has AVX2, FMA and F16C.
-            unsafe { super::avx2_linear::matmul_tile(self, x, cols, tokens, rows, out) };
-            return;
-        }
+    }
+
+    /// [`Self::matmul_tile`] in plain Rust.
+    ///
+    /// # Safety
+    /// As there.
+    unsafe fn matmul_tile_scalar(
+        &self,
+        x: &[f32],
+        cols: usize,
+        tokens: Range<usize>,
+        rows: Range<usize>,
+        out: OutMatrix,
+    ) {
         for row in rows {
             for token in tokens.clone() {
                 let dot = reference::dot(&x[token * cols..(token + 1) * cols], self.values(row));

@@ -1,6 +1,6 @@
 //! The table of f32 row kernels: one entry an op, picked once for an [`Isa`].
 
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::reference;
 use crate::Activation;
 use half::f16;
@@ -44,11 +44,13 @@ static SCALAR: RowKernels = RowKernels {
 
 /// The table for `isa`, which this machine has.
 pub(crate) fn row_kernels(isa: Isa) -> &'static RowKernels {
-    match isa {
-        Isa::Scalar => &SCALAR,
+    match isa.vectors() {
         #[cfg(target_arch = "x86_64")]
-        _ => &super::avx2::ROW_KERNELS,
-        #[cfg(not(target_arch = "x86_64"))]
+        Vectors::Avx2 => &super::avx2::ROW_KERNELS,
+        #[cfg(target_arch = "x86_64")]
+        Vectors::Avx512 => &super::avx512::ROW_KERNELS,
+        #[cfg(target_arch = "aarch64")]
+        Vectors::Neon => &super::neon::ROW_KERNELS,
         _ => &SCALAR,
     }
 }

@@ -4,7 +4,7 @@
 
 use super::float_linear::FloatWeight;
 use super::pool::ThreadPool;
-use super::quant::{self, Activations, PackedWeight, QuantizedActivations};
+use super::quant::{self, Activations, PackedWeight};
 use crate::{BackendError, DeviceBuffer};
 use std::any::Any;
 use std::ops::Range;
@@ -21,9 +21,6 @@ const MAX_TILE_FEATURES: usize = 128;
 const MIN_TILE_TOKENS: usize = 32;
 /// Tiles wanted for each thread, so that an unlucky last tile costs little.
 const TILES_PER_THREAD: usize = 8;
-
-/// Activations that a chunk quantises at least.
-const MIN_QUANTIZE_ELEMS: usize = 4 << 10;
 
 /// A matrix being written by several threads, each its own tile.
 #[derive(Clone, Copy)]
@@ -106,7 +103,8 @@ impl CpuWeight {
         }
     }
 
-    fn wants_quantized(&self) -> bool {
+    /// Whether its product reads quantised rows (else f32 rows).
+    pub(crate) fn wants_quantized(&self) -> bool {
         matches!(self, CpuWeight::Quantized(weight) if weight.wants_quantized())
     }
 }
@@ -170,22 +168,17 @@ impl TileGrid {
     }
 }
 
-/// Runs up to [`MAX_PARTS`] products over `x` `[T, cols]`.
+/// Runs up to [`MAX_PARTS`] products over `num_tokens` rows of `cols`.
 pub(crate) fn run(
     pool: &ThreadPool,
-    x: &[f32],
+    acts: Activations<'_>,
     num_tokens: usize,
     cols: usize,
     parts: &[Option<CheckedPart<'_>>; MAX_PARTS],
-    quantized: &mut QuantizedActivations,
 ) -> Result<(), BackendError> {
     if num_tokens == 0 {
         return Ok(());
     }
-    if wants_quantized(parts) {
-        quantize(pool, x, num_tokens, cols, quantized)?;
-    }
-    let acts = Activations { x, quantized };
     let op_bytes = parts.iter().flatten().map(|part| part.weight.len_bytes()).sum();
     let mut grids = [TileGrid::default(); MAX_PARTS];
     for (grid, part) in grids.iter_mut().zip(parts.iter().flatten()) {
@@ -205,41 +198,6 @@ pub(crate) fn run(
             }
             tile_idx -= num_tiles;
         }
-    })
-}
-
-/// Takes the scratch that [`run`] would take.
-pub(crate) fn prepare(
-    num_tokens: usize,
-    cols: usize,
-    parts: &[Option<CheckedPart<'_>>; MAX_PARTS],
-    quantized: &mut QuantizedActivations,
-) -> Result<(), BackendError> {
-    if wants_quantized(parts) {
-        quantized.prepare(num_tokens, cols)?;
-    }
-    Ok(())
-}
-
-fn wants_quantized(parts: &[Option<CheckedPart<'_>>; MAX_PARTS]) -> bool {
-    parts.iter().flatten().any(|part| part.weight.wants_quantized())
-}
-
-fn quantize(
-    pool: &ThreadPool,
-    x: &[f32],
-    num_tokens: usize,
-    cols: usize,
-    quantized: &mut QuantizedActivations,
-) -> Result<(), BackendError> {
-    quantized.prepare(num_tokens, cols)?;
-    let quantized = &*quantized;
-    let rows_per_chunk = num_tokens.div_ceil(4 * pool.num_threads()).max(MIN_QUANTIZE_ELEMS / cols.max(1));
-    let rows_per_chunk = rows_per_chunk.clamp(1, num_tokens);
-    pool.run(num_tokens.div_ceil(rows_per_chunk), &|chunk| {
-        let first = chunk * rows_per_chunk;
-        // SAFETY: chunks are disjoint row ranges, and readers only come after this job.
-        unsafe { quantized.quantize_rows(x, first..(first + rows_per_chunk).min(num_tokens)) };
     })
 }
 

@@ -5,13 +5,16 @@
 //! Every result row depends on its own input row only and is summed in a fixed order, so that
 //! threads, batch and chunking never change a bit (see [`crate::ops`]).
 
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // spans are for vector kernels only
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+// spans are for vector kernels only
 mod attention;
 #[doc(hidden)]
 pub mod ceilings;
 mod check;
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // so is the choice of instruction set
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+// so is the choice of instruction set
 mod float_linear;
+mod fused;
 mod host;
 mod isa;
 mod kernels;
@@ -21,7 +24,9 @@ mod memory;
 mod pool;
 mod quant;
 mod reference;
+mod rendezvous;
 mod rope;
+mod shared_collective;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
@@ -30,24 +35,38 @@ mod avx2_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx2_linear;
 #[cfg(target_arch = "x86_64")]
+mod avx512;
+#[cfg(target_arch = "x86_64")]
 mod avx512_attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512_linear;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_attention;
+#[cfg(target_arch = "aarch64")]
+mod neon_linear;
 
+pub use check::{elements as host_elements, elements_mut as host_elements_mut};
 pub use isa::Isa;
 #[doc(hidden)]
 pub use quant::bench_access;
+pub use shared_collective::SharedCollective;
 
 use crate::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceBuffer,
-    DeviceInfo, KvPool, KvPoolSpec, LinearPart, ReadRows, RopeStyle, RopeTable, Tensor, Weight, WeightDesc,
+    DeviceInfo, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, Qkv, ReadRows, RopeTable, Tensor, Weight,
+    WeightDesc,
 };
 use attention::{AttentionScratch, AttentionTask};
-use check::{cpu_buffer, elements, elements_mut, ensure, ensure_attention, ensure_batch, ensure_shape, shape_error};
+use check::{
+    cpu_buffer, elements, elements_mut, ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape,
+    ensure_slots, shape_error,
+};
 use float_linear::FloatWeight;
 use kernels::RowKernels;
 use kv_layout::KvLayer;
-use linear::{CheckedPart, CpuWeight, OutMatrix};
+use linear::{CpuWeight, OutMatrix};
 use memory::{AlignedBytes, CpuBuffer, WeightMemory, Workspace, checked_bytes};
 use pool::ThreadPool;
 use quant::{PackedWeight, QuantizedActivations};
@@ -210,6 +229,7 @@ impl Backend for CpuBackend {
             isa: self.isa.name(),
             num_units: num_threads,
             memory_available_bytes: host::available_memory_bytes(),
+            shares_memory: true,
         }
     }
 
@@ -309,10 +329,26 @@ impl Backend for CpuBackend {
         if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
             return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
         }
+        self.embed_part(table, 0, ids, scale, out)
+    }
+
+    fn embed_part(
+        &self,
+        table: &Weight,
+        first_id: usize,
+        ids: &[u32],
+        scale: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "embed_part";
+        ensure_shape(OP, "out", out, ids.len(), table.cols())?;
         let (cols, weight) = (table.cols(), cpu_weight(OP, table)?);
         self.by_rows(elements_mut(OP, out)?, cols, &|first, rows| {
             for (row, &id) in rows.chunks_exact_mut(cols).zip(&ids[first..]) {
-                weight.dequantize_row(id as usize, row);
+                match (id as usize).checked_sub(first_id).filter(|&at| at < table.rows()) {
+                    Some(at) => weight.dequantize_row(at, row),
+                    None => row.fill(0.0),
+                }
                 if scale != 1.0 {
                     (self.rows.scale)(row, scale);
                 }
@@ -369,37 +405,11 @@ impl Backend for CpuBackend {
     }
 
     fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
-        const OP: &str = "linear";
-        let (num_tokens, cols) = (x.rows(), x.cols());
-        for part in &*parts {
-            let rows = part.weight.rows();
-            ensure(OP, part.weight.cols() == cols, || {
-                (format!("x with {} columns for {}", part.weight.cols(), part.weight.name()), cols.to_string())
-            })?;
-            ensure_shape(OP, "out", part.out, num_tokens, rows)?;
-            part.bias.map_or(Ok(()), |bias| ensure_shape(OP, "bias", bias, 1, rows))?;
-            cpu_weight(OP, part.weight)?;
-        }
-        let x = elements(OP, x)?;
-        let mut quantized = lock(&self.quantized);
-        for parts in parts.chunks_mut(linear::MAX_PARTS) {
-            let mut checked: [Option<CheckedPart<'_>>; linear::MAX_PARTS] = [const { None }; linear::MAX_PARTS];
-            for (checked, part) in checked.iter_mut().zip(parts) {
-                let rows = part.weight.rows();
-                *checked = Some(CheckedPart {
-                    weight: cpu_weight(OP, part.weight)?,
-                    rows,
-                    bias: part.bias.map(|bias| elements(OP, bias)).transpose()?,
-                    out: OutMatrix::new(elements_mut(OP, part.out)?, rows),
-                });
-            }
-            if self.rehearsing.load(Ordering::Relaxed) {
-                linear::prepare(num_tokens, cols, &checked, &mut quantized)?;
-            } else {
-                linear::run(&self.pool, x, num_tokens, cols, &checked, &mut quantized)?;
-            }
-        }
-        Ok(())
+        self.run_linear("linear", LinearInput::Plain(x), parts)
+    }
+
+    fn fused_linear(&self, input: LinearInput<'_>, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
+        self.run_linear("fused_linear", input, parts)
     }
 
     fn rope(
@@ -411,9 +421,7 @@ impl Backend for CpuBackend {
     ) -> Result<(), BackendError> {
         const OP: &str = "rope";
         let (cols, pairs) = (x.cols(), table.inv_freq.len());
-        ensure(OP, head_dim > 0 && cols.is_multiple_of(head_dim) && 2 * pairs <= head_dim, || {
-            (format!("whole heads of at least {} elements", 2 * pairs), format!("{cols} columns, heads of {head_dim}"))
-        })?;
+        ensure_rope(OP, cols, head_dim, table)?;
         ensure_shape(OP, "x", x, batch.layout.num_tokens(), cols)?;
         let x = elements_mut(OP, x)?;
         if pairs == 0 {
@@ -423,16 +431,7 @@ impl Backend for CpuBackend {
         let angles = angles.get(&self.pool, table, &batch.layout.positions)?;
         self.by_rows(x, cols, &|first, rows| {
             for (row, angles) in rows.chunks_exact_mut(cols).zip(angles[first * 2 * pairs..].chunks_exact(2 * pairs)) {
-                let (cos, sin) = angles.split_at(pairs);
-                for head in row.chunks_exact_mut(head_dim) {
-                    match table.style {
-                        RopeStyle::Half => {
-                            let (low, high) = head[..2 * pairs].split_at_mut(pairs);
-                            (self.rows.rotate_halves)(low, high, cos, sin);
-                        }
-                        RopeStyle::Interleaved => (self.rows.rotate_pairs)(&mut head[..2 * pairs], cos, sin),
-                    }
-                }
+                row.chunks_exact_mut(head_dim).for_each(|head| rope::rotate(self.rows, table.style, angles, head));
             }
         })
     }
@@ -451,10 +450,7 @@ impl Backend for CpuBackend {
         let cols = params.num_kv_heads * params.head_dim;
         ensure_shape(OP, "k", k, slots.len(), cols)?;
         ensure_shape(OP, "v", v, slots.len(), cols)?;
-        let num_slots = kv.spec().num_blocks * kv.spec().block_size;
-        ensure(OP, slots.iter().all(|&slot| (slot as usize) < num_slots), || {
-            (format!("slots below {num_slots}"), format!("{slots:?}"))
-        })?;
+        ensure_slots(OP, slots, kv.spec())?;
         let (k, v) = (elements(OP, k)?, elements(OP, v)?);
         let layer = kv_layer_mut(OP, kv, params.layer_in_group)?;
         // Split by head and not by token: even two tokens that name one slot (a fault of the caller)
@@ -473,6 +469,17 @@ impl Backend for CpuBackend {
                 }
             }
         })
+    }
+
+    fn rope_kv_write(
+        &self,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<Tensor, BackendError> {
+        self.run_rope_kv_write(qkv, transform, params, batch, kv)
     }
 
     fn attention(

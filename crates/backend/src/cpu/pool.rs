@@ -16,10 +16,14 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{JoinHandle, Thread};
 
-/// Polls with a pause instruction before a waiting thread yields: about 50 microseconds.
-const SPINS_BEFORE_YIELD: u32 = 1_500;
-/// Yields after that before a worker parks: the machine may be shared with other threads.
-const YIELDS_BEFORE_PARK: u32 = 50;
+/// Polls with a pause instruction before a waiting thread yields: 100 to 250 microseconds. A thread often waits that
+/// long for the last tile of another; where the machine is shared, a yield costs a time slice, and the next small op is
+/// then over before the thread comes back.
+const SPINS_BEFORE_YIELD: u32 = 5_000;
+/// Yields after that before a worker parks: the machine may be shared with other threads. Waking a parked worker
+/// takes longer than a small op, and within a forward a worker often waits for another's last tile (some 100
+/// microseconds): it should still be there for what follows.
+const YIELDS_BEFORE_PARK: u32 = 1_000;
 
 /// Low half of the gate: workers inside the job. High half: epoch, odd while a job is open.
 const INSIDE_MASK: u64 = 0xffff_ffff;

@@ -4,12 +4,25 @@
 //! An angle is `position as f32 * inv_freq` rounded to f32, as Hugging Face computes it; its cosine
 //! and sine are taken in f64 and rounded once, so that they are right to the last bit at any position.
 
+use super::kernels::RowKernels;
 use super::memory::AlignedBytes;
 use super::pool::ThreadPool;
-use crate::{BackendError, RopeTable};
+use crate::{BackendError, RopeStyle, RopeTable};
 
 /// Frequency tables kept at once: one for each kind of layer that a model alternates.
 const KEPT_TABLES: usize = 4;
+
+/// Turns one head by the token's `angles` (cosines, then sines); elements beyond them stay.
+pub(crate) fn rotate(kernels: &RowKernels, style: RopeStyle, angles: &[f32], head: &mut [f32]) {
+    let (cos, sin) = angles.split_at(angles.len() / 2);
+    match style {
+        RopeStyle::Half => {
+            let (low, high) = head[..angles.len()].split_at_mut(cos.len());
+            (kernels.rotate_halves)(low, high, cos, sin);
+        }
+        RopeStyle::Interleaved => (kernels.rotate_pairs)(&mut head[..angles.len()], cos, sin),
+    }
+}
 
 /// Cosines and sines of one step.
 #[derive(Default)]

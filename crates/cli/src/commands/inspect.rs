@@ -1,12 +1,11 @@
 //! `pagemill inspect FILE`: architecture, tensors, types, sizes, tokenizer, template, and the memory it will need.
 
 use crate::config;
-use crate::models;
 use crate::settings::EngineSettings;
+use crate::{devices, models};
 use anyhow::Result;
 use clap::Args;
 use indicatif::{BinaryBytes, HumanCount};
-use pagemill_backend::{Backend, CpuBackend};
 use pagemill_engine::plan_memory;
 use pagemill_formats::gguf::{GgufFile, Value};
 use pagemill_formats::hf::HfFolder;
@@ -37,6 +36,8 @@ pub fn inspect(args: &InspectArgs) -> Result<()> {
     match &checkpoint {
         Checkpoint::Gguf(file) => describe_gguf(file, &mut out)?,
         Checkpoint::HuggingFace(folder) => describe_folder(folder, &mut out)?,
+        // Opened with its weights or not at all.
+        Checkpoint::ConfigOnly(_) => {}
     }
     describe_types(&checkpoint, &mut out)?;
     if args.tensors {
@@ -173,8 +174,7 @@ fn describe_needs(checkpoint: &Checkpoint, out: &mut impl Write) -> Result<()> {
         HumanCount(spec.num_parameters)
     )?;
     let config = config::engine_config(EngineSettings::default())?;
-    let available = CpuBackend::new(config.cpu)?.info().memory_available_bytes;
-    match plan_memory(&spec, &config.engine, available) {
+    match plan_memory(&spec, &config.engine, devices::memory(&config)?) {
         Ok(plan) => writeln!(out, "{plan}")?,
         Err(e) => writeln!(out, "{e}")?,
     }

@@ -2,7 +2,8 @@
 //! Ctrl-C drain.
 
 use crate::config::{Config, ServeConfig};
-use crate::loading::{self, Show};
+use crate::loading::{self, Home, Show};
+use crate::processes::{self, Leading, Part};
 use crate::{ModelArgs, models, settings::ServerSettings};
 use anyhow::{Result, anyhow, bail};
 use clap::Args;
@@ -33,6 +34,11 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let serve_config = crate::config::serve_config(&server)?;
     // A wrong name is a sentence before the port is taken.
     models::ModelRef::parse(&model)?;
+    let leading = match processes::join(&config, serve_config.rank_port)? {
+        Part::Following(following) => return following.run(&model, &config),
+        Part::Leading(leading) => Some(Arc::new(leading)),
+        Part::Alone => None,
+    };
     let server_config = server_config(&serve_config);
     let listener = pagemill_server::bind(&server_config)?;
     let address = listener.to_string();
@@ -40,7 +46,7 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let http = pagemill_server::spawn(listener, Arc::clone(&state))?;
     eprintln!("listening on http://{address}; loading {model}");
 
-    let engine = match load_unless_stopped(model, config, server, &state, &http) {
+    let engine = match load_unless_stopped(model, config, server, &state, &http, leading.as_ref()) {
         Some(Ok(engine)) => engine,
         Some(Err(e)) => {
             http.stop();
@@ -49,6 +55,9 @@ pub fn serve(args: ServeArgs) -> Result<()> {
             return Err(e);
         }
         None => {
+            if let Some(leading) = leading {
+                leading.stop();
+            }
             http.join()?;
             eprintln!("stopped before the model was loaded");
             return Ok(());
@@ -58,6 +67,9 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let failed = wait(&engine, &http);
     let drained = http.join();
     engine.shutdown();
+    if let Some(leading) = leading {
+        leading.end();
+    }
     if let Some(reason) = failed {
         bail!("the engine stopped: {reason}");
     }
@@ -90,12 +102,15 @@ fn load_unless_stopped(
     server: ServerSettings,
     state: &Arc<ServerState>,
     http: &RunningServer,
+    leading: Option<&Arc<Leading>>,
 ) -> Option<Result<EngineHandle>> {
     let state = Arc::clone(state);
+    let leading = leading.cloned();
     let (done, outcome) = mpsc::sync_channel(1);
     let spawned = thread::Builder::new().name("load".into()).spawn(move || {
+        let home = leading.as_deref().map_or(Home::Threads, Home::Processes);
         // Nobody listens any more when a signal has come.
-        let _ = done.send(load(&model, &config, &server, &state));
+        let _ = done.send(load(home, &model, &config, &server, &state));
     });
     if let Err(e) = spawned {
         return Some(Err(anyhow::Error::from(e).context("starting a thread")));
@@ -111,8 +126,14 @@ fn load_unless_stopped(
 }
 
 /// Loads the model and opens the server for requests.
-fn load(model: &str, config: &Config, server: &ServerSettings, state: &ServerState) -> Result<EngineHandle> {
-    let loaded = loading::load_model(model, config, Show::Memory)?;
+fn load(
+    home: Home<'_>,
+    model: &str,
+    config: &Config,
+    server: &ServerSettings,
+    state: &ServerState,
+) -> Result<EngineHandle> {
+    let loaded = loading::load_model_in(home, model, config, Show::Memory)?;
     let defaults = loaded.text.defaults;
     if defaults != pagemill_server::SamplingDefaults::default() {
         eprintln!("sampling defaults of the model: {}", describe(&defaults));

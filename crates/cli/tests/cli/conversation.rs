@@ -33,6 +33,19 @@ fn raw_continues_the_text() {
 }
 
 #[test]
+fn ranks_give_the_same_answer() {
+    let model = model();
+    let shared = ["run", "-m", &model, "-n", "16", "--temperature", "0", "--raw", "the man went"];
+    let alone = run(&shared);
+    assert_eq!(alone.code, Some(0), "{}", alone.err);
+    for layout in [["-tp", "2", "--micro-batches=auto"], ["-pp", "2", "--micro-batches=3"], ["-pp=2", "-tp=2", "-t=4"]]
+    {
+        let said = run(&[&shared[..], &layout].concat());
+        assert_eq!((said.code, &said.out), (Some(0), &alone.out), "{layout:?}: {}", said.err);
+    }
+}
+
+#[test]
 fn the_same_seed_gives_the_same_answer() {
     let model = model();
     let answer = |seed: &str| run(&["run", "-m", &model, "-n", "24", "-s", seed, "--temp", "1.5", "hello"]).out;

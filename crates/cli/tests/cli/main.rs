@@ -3,6 +3,7 @@
 #![allow(missing_docs, clippy::unwrap_used)]
 
 mod binary;
+mod capacity;
 mod conversation;
 mod http;
 #[cfg(feature = "hub")]

@@ -58,6 +58,10 @@ fn settings_out_of_range_name_their_key() {
         (&["--kv-dtype", "int2", "hi"], "kv_dtype = int2"),
         (&["--isa", "z80", "hi"], "isa = z80"),
         (&["--max-batch-tokens", "2", "--max-batch-size", "3", "hi"], "max_batch_tokens = 2"),
+        (&["-tp", "3", "hi"], "tensor_parallel = 3: 4 query heads do not divide over 3 ranks"),
+        (&["-pp", "5", "hi"], "pipeline_parallel = 5: 4 layers do not make 5 stages"),
+        (&["--tensor-parallel-size", "0", "hi"], "tensor_parallel = 0"),
+        (&["-pp=2", "--micro-batches", "33", "hi"], "micro_batches = 33"),
         (&["--temperature", "5", "hi"], "--temperature"),
         (&["--temperature", "-1", "hi"], "--temperature"),
         (&["--top-p", "nan", "hi"], "--top-p"),
@@ -241,4 +245,22 @@ fn a_cache_folder_that_cannot_be() {
     fs::write(&file, "").unwrap();
     let said = finish(pagemill(&file.join("cache")).args(["pull", "smollm2-135m"]));
     assert_refused(&said, &["cache folder", "file/cache"]);
+}
+
+/// A launcher's processes that cannot belong together must not become several servers.
+#[test]
+fn a_launcher_that_started_something_else() {
+    let cache = tempfile::tempdir().unwrap();
+    let cases: &[(&[(&str, &str)], &str)] = &[
+        (&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "4")], "mpirun started 4 processes"),
+        (&[("OMPI_COMM_WORLD_RANK", "1")], "OMPI_COMM_WORLD_SIZE is not"),
+        (&[("LWS_GROUP_SIZE", "2"), ("LWS_WORKER_INDEX", "1")], "run mpirun on the leader"),
+        #[cfg(not(feature = "mpi"))]
+        (&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")], "built without MPI"),
+    ];
+    for (variables, part) in cases {
+        let mut command = pagemill(cache.path());
+        command.args(["serve", &model(), "--port", "0", "--tensor-parallel", "2"]).envs(variables.iter().copied());
+        assert_refused(&finish(&mut command), &[part]);
+    }
 }

@@ -78,6 +78,25 @@ fn port_0_is_printed_and_answers() {
 }
 
 #[test]
+fn a_pipeline_says_what_it_settled_on() {
+    let served = serve(&["--pipeline-parallel-size", "2", "--tensor-parallel", "2"]).until_ready();
+    let (status, metrics) = exchange(&served.address, "GET", "/metrics", &[], "");
+    assert_eq!(status, 200);
+    for part in
+        ["pagemill_ranks{model_name=\"llama\"} 4", "tuning_tokens_per_second{model_name=\"llama\",micro_batches=\"4\"}"]
+    {
+        assert!(metrics.contains(part), "{part} in\n{metrics}");
+    }
+    served.running.signal("TERM");
+    let said = served.said();
+    for part in
+        ["2 tensor-parallel × 2 pipeline-parallel", "stages of 2 + 2 layers; ", "micro-batches, measured: 4 at "]
+    {
+        assert!(said.contains(part), "{part} in\n{said}");
+    }
+}
+
+#[test]
 fn ipv6() {
     if TcpListener::bind("[::1]:0").is_err() {
         println!("skipped: this machine has no IPv6 loopback");

@@ -25,6 +25,9 @@ use pagemill_scheduler::TokenLogprobs;
 use select::{Candidate, Kept, NO_CUT, Softmax, top_k_cut, top_p_cut};
 use softmax::row_max;
 
+/// Why a sequence whose row holds a NaN cannot go on.
+const NAN_LOGITS: &str = "the model produced NaN logits";
+
 /// Temperatures below this are greedy: the division would only overflow.
 const GREEDY_BELOW: f32 = 1e-5;
 
@@ -51,6 +54,30 @@ pub(crate) struct Drawn {
     pub(crate) logprobs: Option<TokenLogprobs>,
 }
 
+impl Drawn {
+    /// What a greedy choice gets from a row whose largest logit is at `largest`; `None`: the row holds a NaN.
+    pub(crate) fn greedy(largest: Option<u32>) -> Self {
+        Self { token: largest.ok_or_else(|| NAN_LOGITS.to_owned()), logprobs: None }
+    }
+}
+
+/// Whether the next token of `choice` is simply the likeliest of the raw row, and nothing else is asked.
+pub(crate) fn is_plain_greedy(request: &RequestState, choice: u32) -> bool {
+    let params = request.params.as_ref();
+    let masked = request.choice(choice).output_len() < params.min_tokens && !params.stop_token_ids.is_empty();
+    is_greedy(params)
+        && params.logprobs.is_none()
+        && params.logit_bias.is_empty()
+        && params.repetition_penalty == 1.0
+        && params.presence_penalty == 0.0
+        && params.frequency_penalty == 0.0
+        && !masked
+}
+
+fn is_greedy(params: &SamplingParams) -> bool {
+    params.temperature.is_nan() || params.temperature < GREEDY_BELOW
+}
+
 /// Samples the next token of every choice in `choices` from one `row` `[V]`, which is raw again
 /// afterwards. Cost: one pass for greedy, two to five with sampling filters, three more with
 /// log-probabilities; penalties cost the ids they touch.
@@ -62,7 +89,7 @@ pub(crate) fn sample_row(
 ) -> Vec<Drawn> {
     let params = request.params.as_ref();
     let Ok(max) = row_max(row) else {
-        let token = Err("the model produced NaN logits".to_owned());
+        let token = Err(NAN_LOGITS.to_owned());
         return choices.map(|_| Drawn { token: token.clone(), logprobs: None }).collect();
     };
     let reported = params.logprobs.map(|num_top| RowLogprobs::new(row, max, num_top, &mut scratch.candidates));
@@ -88,7 +115,7 @@ fn choose(
     position: usize,
     candidates: &mut Vec<Candidate>,
 ) -> u32 {
-    if params.temperature.is_nan() || params.temperature < GREEDY_BELOW {
+    if is_greedy(params) {
         let first = row.iter().position(|&logit| logit == max).unwrap_or(0);
         return u32::try_from(first).unwrap_or(u32::MAX);
     }

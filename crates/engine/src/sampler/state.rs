@@ -93,7 +93,7 @@ pub(crate) struct RequestTable {
 
 impl RequestTable {
     /// Takes in what changed since the last step.
-    pub(crate) fn update(&mut self, started: Vec<StartedRequest>, ended: &[RequestId], ended_sequences: &[SequenceId]) {
+    pub(crate) fn update(&mut self, started: &[StartedRequest], ended: &[RequestId], ended_sequences: &[SequenceId]) {
         for id in ended {
             self.requests.remove(id);
         }
@@ -105,7 +105,8 @@ impl RequestTable {
             }
         }
         for request in started {
-            self.requests.insert(request.id, RequestState::new(request.prompt, request.sampling));
+            let state = RequestState::new(Arc::clone(&request.prompt), Arc::clone(&request.sampling));
+            self.requests.insert(request.id, state);
         }
     }
 
@@ -142,7 +143,7 @@ mod tests {
         let repetition = SamplingParams { repetition_penalty: 1.3, ..SamplingParams::default() };
         let presence = SamplingParams { presence_penalty: 0.5, ..SamplingParams::default() };
         table.update(
-            vec![started(1, &[3, 1, 3], plain), started(2, &[3, 1, 3], repetition), started(3, &[3, 1, 3], presence)],
+            &[started(1, &[3, 1, 3], plain), started(2, &[3, 1, 3], repetition), started(3, &[3, 1, 3], presence)],
             &[],
             &[],
         );
@@ -161,11 +162,11 @@ mod tests {
     #[test]
     fn ended_requests_and_choices_are_forgotten() {
         let mut table = RequestTable::default();
-        table.update(vec![started(1, &[5], SamplingParams::default())], &[], &[]);
+        table.update(&[started(1, &[5], SamplingParams::default())], &[], &[]);
         table.get_mut(RequestId(1)).unwrap().choice_mut(2).push(7);
-        table.update(vec![], &[], &[SequenceId { request: RequestId(1), choice: 2 }]);
+        table.update(&[], &[], &[SequenceId { request: RequestId(1), choice: 2 }]);
         assert_eq!(table.get(RequestId(1)).unwrap().choice(2).output_len(), 0);
-        table.update(vec![], &[RequestId(1), RequestId(8)], &[SequenceId { request: RequestId(8), choice: 0 }]);
+        table.update(&[], &[RequestId(1), RequestId(8)], &[SequenceId { request: RequestId(8), choice: 0 }]);
         assert_eq!(table.len(), 0);
     }
 }

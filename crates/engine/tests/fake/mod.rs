@@ -181,6 +181,8 @@ pub fn engine(sizes: &Sizes, script: Script) -> InferenceEngine<FakeExecutor> {
         ageing_us: 1_000_000,
         continuous_batching: true,
         static_batch_wait_us: 0,
+        micro_batches: 1,
+        num_stages: 1,
     });
     let kv_cache = PagedKvCache::new(KvCacheConfig {
         num_blocks: sizes.num_blocks,

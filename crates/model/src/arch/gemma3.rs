@@ -17,7 +17,7 @@ use crate::names::{self, NameTable};
 use crate::rope::{RopeScaling, RopeSettings};
 use crate::weights::Bias;
 use crate::{KvKind, ModelError};
-use pagemill_backend::{Activation, RopeStyle};
+use pagemill_backend::{Activation, LinearInput, RopeStyle};
 use serde::Deserialize;
 
 /// What released files leave out has the default of transformers.
@@ -115,7 +115,7 @@ impl Architecture for Gemma3 {
             qkv: QkvLinear::load(layer, self.attention_bias)?,
             q_norm: HeadNorm::load(layer, "self_attn.q_norm")?,
             k_norm: HeadNorm::load(layer, "self_attn.k_norm")?,
-            rope: Rope::from_settings(layer, rope, RopeStyle::Half),
+            rope: Rope::from_settings(rope, RopeStyle::Half),
             attention: PagedAttention::load(layer, self.attention_scale)?,
             output: RowLinear::load_attention_output(layer, self.attention_bias)?,
             attention_post_norm: RmsNorm::load(layer, "post_attention_layernorm")?,
@@ -142,18 +142,15 @@ pub(super) struct Layer {
 }
 
 impl DecoderLayer for Layer {
-    fn forward(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream) -> Result<(), ModelError> {
-        let x = stream.normed(cx, &self.input_norm)?; // [T, D]
-        let (q, k, v) = self.qkv.forward(cx, &x)?; // [T, H * E], [T, K * E], [T, K * E]
-        let (q, k) = (self.q_norm.forward(cx, q)?, self.k_norm.forward(cx, k)?);
-        let (q, k) = self.rope.forward(cx, q, k)?;
-        let x = self.attention.forward(cx, &q, &k, &v)?; // [T, H * E]; writes k and v to the cache
-        let x = self.output.forward(cx, &x)?; // [T, D], summed over ranks
-        let x = self.attention_post_norm.forward(cx.backend(), &x)?;
-        stream.add(cx, x)?;
-        let x = stream.normed(cx, &self.mlp_norm)?;
-        let x = self.mlp.forward(cx, &x)?; // [T, D], summed over ranks
-        let x = self.mlp_post_norm.forward(cx.backend(), &x)?;
-        stream.add(cx, x)
+    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
+        let x = stream.normed(&self.input_norm); // [T, D]
+        let qkv = self.qkv.forward(cx, x)?; // [T, H * E], [T, K * E], [T, K * E]
+        let heads = self.rope.of_normed_heads(&self.q_norm, &self.k_norm);
+        let x = self.attention.forward(cx, qkv, &heads)?; // [T, H * E]; writes k and v to the cache
+        let x = self.output.forward(cx, LinearInput::Plain(&x))?; // [T, D], summed over ranks
+        stream.add_normed(cx, x, &self.attention_post_norm)?;
+        let x = stream.normed(&self.mlp_norm);
+        let x = self.mlp.forward(cx, x)?; // [T, D], summed over ranks
+        stream.add_normed(cx, x, &self.mlp_post_norm)
     }
 }

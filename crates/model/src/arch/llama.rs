@@ -16,7 +16,7 @@ use crate::layers::{
 use crate::names::{self, NameTable};
 use crate::rope::RopeSettings;
 use crate::weights::Bias;
-use pagemill_backend::{Activation, RopeStyle};
+use pagemill_backend::{Activation, LinearInput, RopeStyle};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -122,15 +122,15 @@ impl Layer {
 }
 
 impl DecoderLayer for Layer {
-    fn forward(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream) -> Result<(), ModelError> {
-        let x = stream.normed(cx, &self.input_norm)?; // [T, D]
-        let (q, k, v) = self.qkv.forward(cx, &x)?; // [T, H * E], [T, K * E], [T, K * E]
-        let (q, k) = self.rope.forward(cx, q, k)?;
-        let x = self.attention.forward(cx, &q, &k, &v)?; // [T, H * E]; writes k and v to the cache
-        let x = self.output.forward(cx, &x)?; // [T, D], summed over ranks
+    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
+        let x = stream.normed(&self.input_norm); // [T, D]
+        let qkv = self.qkv.forward(cx, x)?; // [T, H * E], [T, K * E], [T, K * E]
+        let heads = self.rope.of_heads();
+        let x = self.attention.forward(cx, qkv, &heads)?; // [T, H * E]; writes k and v to the cache
+        let x = self.output.forward(cx, LinearInput::Plain(&x))?; // [T, D], summed over ranks
         stream.add(cx, x)?;
-        let x = stream.normed(cx, &self.mlp_norm)?;
-        let x = self.mlp.forward(cx, &x)?; // [T, D], summed over ranks
+        let x = stream.normed(&self.mlp_norm);
+        let x = self.mlp.forward(cx, x)?; // [T, D], summed over ranks
         stream.add(cx, x)
     }
 }

@@ -1,39 +1,36 @@
 //! Rope, and attention over the paged cache. Decides where a layer's K and V go; the pool and the
 //! tables come with the step.
 
-use super::{LayerReader, StepContext};
+use super::{HeadNorm, LayerReader, StepContext};
 use crate::rope::RopeSettings;
 use crate::{KvKind, ModelError};
-use pagemill_backend::{AttentionParams, RopeStyle, RopeTable, Tensor};
+use pagemill_backend::{AttentionParams, HeadTransform, Qkv, RopeStyle, RopeTable, Tensor};
 
 /// Rotary position embedding of one layer.
 pub(crate) struct Rope {
     table: RopeTable,
-    head_dim: usize,
 }
 
 impl Rope {
     /// The table of `settings`, with the file's own divisors where it has them.
     pub(crate) fn load(layer: &LayerReader<'_>, settings: &RopeSettings, style: RopeStyle) -> Result<Self, ModelError> {
         let divisors = layer.weights.rope_divisors(settings.rotary_dim / 2)?;
-        Ok(Self { table: settings.table(style, divisors.as_deref()), head_dim: layer.spec.head_dim })
+        Ok(Self { table: settings.table(style, divisors.as_deref()) })
     }
 
     /// The table of `settings` alone.
-    pub(crate) fn from_settings(layer: &LayerReader<'_>, settings: &RopeSettings, style: RopeStyle) -> Self {
-        Self { table: settings.table(style, None), head_dim: layer.spec.head_dim }
+    pub(crate) fn from_settings(settings: &RopeSettings, style: RopeStyle) -> Self {
+        Self { table: settings.table(style, None) }
     }
 
-    /// Turns q `[T, H * E]` and k `[T, K * E]` by their positions.
-    pub(crate) fn forward(
-        &self,
-        cx: &StepContext<'_>,
-        mut q: Tensor,
-        mut k: Tensor,
-    ) -> Result<(Tensor, Tensor), ModelError> {
-        cx.backend().rope(&mut q, self.head_dim, &self.table, cx.batch)?;
-        cx.backend().rope(&mut k, self.head_dim, &self.table, cx.batch)?;
-        Ok((q, k))
+    /// Turns heads as they are.
+    pub(crate) fn of_heads(&self) -> HeadTransform<'_> {
+        HeadTransform { q_norm: None, k_norm: None, rope: &self.table }
+    }
+
+    /// Turns heads of q and k after their norms.
+    pub(crate) fn of_normed_heads<'a>(&'a self, q_norm: &'a HeadNorm, k_norm: &'a HeadNorm) -> HeadTransform<'a> {
+        HeadTransform { q_norm: Some(q_norm.params()), k_norm: Some(k_norm.params()), rope: &self.table }
     }
 }
 
@@ -68,18 +65,18 @@ impl PagedAttention {
         })
     }
 
-    /// Writes k and v `[T, K * E]` to the cache, then reads it with q `[T, H * E]`; gives `[T, H * E]`.
+    /// Norms and turns q and k as `transform` says, writes k and v to the cache, then reads it with q; gives
+    /// `[T, H * E]`.
     pub(crate) fn forward(
         &self,
         cx: &mut StepContext<'_>,
-        q: &Tensor,
-        k: &Tensor,
-        v: &Tensor,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
     ) -> Result<Tensor, ModelError> {
         let backend = cx.rank.backend.as_ref();
-        backend.kv_write(k, v, &self.params, cx.batch, cx.kv)?;
-        let mut out = backend.temp(q.rows(), q.cols())?;
-        backend.attention(q, &self.params, cx.batch, cx.kv, &mut out)?;
+        let q = backend.rope_kv_write(qkv, transform, &self.params, cx.batch, cx.kv)?;
+        let mut out = backend.activation(q.rows(), q.cols())?;
+        backend.attention(&q, &self.params, cx.batch, cx.kv, &mut out)?;
         Ok(out)
     }
 }

@@ -5,7 +5,7 @@ use super::{LayerReader, StepContext};
 use crate::ModelError;
 use crate::RankContext;
 use crate::weights::{Bias, Cut, Module, WeightReader};
-use pagemill_backend::{LinearPart, Tensor, Weight};
+use pagemill_backend::{LinearInput, LinearPart, Qkv, Tensor, Weight};
 use std::ops::Range;
 
 /// A weight cut by rows, with its bias.
@@ -29,7 +29,7 @@ impl Projection {
 
     /// A place for the product with `x` of `num_rows` rows.
     pub(super) fn output(&self, rank: &RankContext, num_rows: usize) -> Result<Tensor, ModelError> {
-        Ok(rank.backend.temp(num_rows, self.weight.rows())?)
+        Ok(rank.backend.activation(num_rows, self.weight.rows())?)
     }
 
     /// This product as a part of one device call.
@@ -67,12 +67,12 @@ impl QkvLinear {
     }
 
     /// `x` `[T, D]` to q `[T, H * E]`, k and v `[T, K * E]`.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<(Tensor, Tensor, Tensor), ModelError> {
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Qkv, ModelError> {
         let mut q = self.q.output(cx.rank, x.rows())?;
         let mut k = self.k.output(cx.rank, x.rows())?;
         let mut v = self.v.output(cx.rank, x.rows())?;
-        cx.backend().linear(x, &mut [self.q.part(&mut q), self.k.part(&mut k), self.v.part(&mut v)])?;
-        Ok((q, k, v))
+        cx.backend().fused_linear(x, &mut [self.q.part(&mut q), self.k.part(&mut k), self.v.part(&mut v)])?;
+        Ok(Qkv { q, k, v })
     }
 }
 
@@ -109,10 +109,10 @@ impl RowLinear {
     }
 
     /// `x` `[T, this rank's features]` to `[T, D]`, summed over ranks.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<Tensor, ModelError> {
-        let mut out = cx.backend().temp(x.rows(), self.weight.rows())?;
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
+        let mut out = cx.backend().activation(x.rows(), self.weight.rows())?;
         let part = LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out: &mut out };
-        cx.backend().linear(x, &mut [part])?;
+        cx.backend().fused_linear(x, &mut [part])?;
         cx.rank.collective.all_reduce(&mut out)?;
         Ok(out)
     }

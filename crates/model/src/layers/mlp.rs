@@ -4,7 +4,7 @@ use super::linear::{Projection, RowLinear};
 use super::{LayerReader, StepContext};
 use crate::ModelError;
 use crate::weights::Bias;
-use pagemill_backend::{Activation, Tensor};
+use pagemill_backend::{Activation, LinearInput, Tensor};
 
 /// `mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj`.
 pub(crate) struct GatedMlp {
@@ -38,13 +38,10 @@ impl GatedMlp {
     }
 
     /// `x` `[T, D]` to `[T, D]`, summed over ranks.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: &Tensor) -> Result<Tensor, ModelError> {
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
         let mut gate = self.gate.output(cx.rank, x.rows())?; // [T, F]
         let mut up = self.up.output(cx.rank, x.rows())?; // [T, F]
-        cx.backend().linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
-        let mut gated = cx.backend().temp(x.rows(), gate.cols())?; // [T, F]
-        cx.backend().gated_activation(&gate, &up, self.activation, &mut gated)?;
-        drop((gate, up));
-        self.down.forward(cx, &gated)
+        cx.backend().fused_linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
+        self.down.forward(cx, LinearInput::Gated { gate: &gate, up: &up, act: self.activation })
     }
 }

@@ -1,11 +1,11 @@
 //! RMS norms: over a token's hidden state, and over each head (Qwen 3, Gemma 3). Each rank keeps the
 //! whole weight.
 
-use super::{LayerReader, StepContext};
+use super::LayerReader;
 use crate::ModelError;
 use crate::decoder::DecoderSpec;
 use crate::weights::{Module, WeightReader};
-use pagemill_backend::{Backend, Tensor};
+use pagemill_backend::{LinearInput, Norm, Tensor};
 
 /// `x / rms(x) * weight` (arXiv 1910.07467).
 pub(crate) struct RmsNorm {
@@ -37,23 +37,14 @@ impl RmsNorm {
         Ok(Self { weight: weights.vector(module, len, spec.norm_offset)?, eps: spec.norm_eps })
     }
 
-    /// `x` `[rows, D]` to `[rows, D]`.
-    pub(crate) fn forward(&self, backend: &dyn Backend, x: &Tensor) -> Result<Tensor, ModelError> {
-        let mut out = backend.temp(x.rows(), x.cols())?;
-        backend.rms_norm(x, &self.weight, self.eps, &mut out)?;
-        Ok(out)
+    /// As the device's ops take it.
+    pub(crate) fn params(&self) -> Norm<'_> {
+        Norm { weight: &self.weight, eps: self.eps }
     }
 
-    /// `residual += x`, then the norm of `residual`. All `[T, D]`.
-    pub(crate) fn forward_after_add(
-        &self,
-        backend: &dyn Backend,
-        residual: &mut Tensor,
-        x: &Tensor,
-    ) -> Result<Tensor, ModelError> {
-        let mut out = backend.temp(residual.rows(), residual.cols())?;
-        backend.add_rms_norm(residual, x, &self.weight, self.eps, &mut out)?;
-        Ok(out)
+    /// The norm of `x` `[rows, D]`, to be made by the product that reads it.
+    pub(crate) fn of<'a>(&'a self, x: &'a Tensor) -> LinearInput<'a> {
+        LinearInput::Normed { x, norm: self.params() }
     }
 }
 
@@ -66,11 +57,8 @@ impl HeadNorm {
         RmsNorm::load_sized(layer.weights, layer.spec, layer.module(name), layer.spec.head_dim).map(Self)
     }
 
-    /// `x` `[T, heads * E]` to the same shape.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: Tensor) -> Result<Tensor, ModelError> {
-        let (rows, cols) = (x.rows(), x.cols());
-        let head_dim = self.0.weight.cols();
-        let heads = x.reshaped(rows * (cols / head_dim), head_dim); // [T * heads, E]
-        Ok(self.0.forward(cx.backend(), &heads)?.reshaped(rows, cols))
+    /// As the device's ops take it.
+    pub(crate) fn params(&self) -> Norm<'_> {
+        self.0.params()
     }
 }

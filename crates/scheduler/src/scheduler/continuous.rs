@@ -6,35 +6,48 @@
 //! still finds none keeps its blocks and sits the step out. In a step in which blocks were short
 //! nobody is admitted, so a preempted sequence is not looked at again before the next step.
 
+use super::DynamicBatchScheduler;
+use super::micro_batch::{Pass, TokenBudget};
 use super::step::StepBuilder;
-use super::{DynamicBatchScheduler, SchedulerConfig};
+use super::waiting::Rank;
 use crate::{KvLayout, PagedKvCache, PrefixHit, SequenceId};
-
-/// Tokens that may still be scheduled in this step.
-struct TokenBudget {
-    decode: usize,
-    prefill: usize,
-}
 
 impl DynamicBatchScheduler {
     pub(super) fn fill_continuous(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
-        let SchedulerConfig { max_batch_tokens, .. } = self.config;
-        let num_decodes = self.running.iter().filter(|rank| self.sequence(rank.id).is_decode()).count();
-        let decode = num_decodes.min(max_batch_tokens);
-        let mut budget = TokenBudget { decode, prefill: max_batch_tokens - decode };
-        let blocks_were_short = self.fill_running(step, kv_cache, &mut budget);
+        let pass = self.main_pass();
+        self.fill_with(pass, step, kv_cache);
+        if step.is_empty()
+            && let Some(pass) = self.filler_pass(pass)
+        {
+            step.is_filler = true;
+            self.fill_with(pass, step, kv_cache);
+        }
+    }
+
+    fn fill_with(&mut self, pass: Pass, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
+        let mut budget = self.budget(pass);
+        let blocks_were_short = self.fill_running(pass, step, kv_cache, &mut budget);
         if !blocks_were_short {
-            self.admit_waiting(step, kv_cache, &mut budget);
+            self.admit_waiting(pass, step, kv_cache, &mut budget);
         }
     }
 
     /// Schedules running sequences; whether anybody had to give up blocks or go without.
-    fn fill_running(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache, budget: &mut TokenBudget) -> bool {
+    fn fill_running(
+        &mut self,
+        pass: Pass,
+        step: &mut StepBuilder,
+        kv_cache: &mut PagedKvCache,
+        budget: &mut TokenBudget,
+    ) -> bool {
         let mut blocks_were_short = false;
         let mut at = 0;
         // Preemption removes only ranks behind `at`.
         while let Some(rank) = self.running.get(at).copied() {
             at += 1;
+            if !pass.takes(rank) {
+                continue;
+            }
             let sequence = self.sequence(rank.id);
             let is_decode = sequence.is_decode();
             let limit = if is_decode { budget.decode } else { budget.prefill.min(self.config.prefill_chunk_size) };
@@ -43,7 +56,7 @@ impl DynamicBatchScheduler {
                 continue;
             }
             let preemptions = self.counters.preemptions;
-            let found = self.find_blocks(at, rank.id, num_tokens, step, kv_cache);
+            let found = self.find_blocks(pass, at, rank.id, num_tokens, step, kv_cache);
             blocks_were_short |= !found || self.counters.preemptions > preemptions;
             if found {
                 step.push(self.sequence_mut(rank.id), num_tokens, 0, kv_cache);
@@ -58,6 +71,7 @@ impl DynamicBatchScheduler {
     /// down to index `first_victim` if need be.
     fn find_blocks(
         &mut self,
+        pass: Pass,
         first_victim: usize,
         id: SequenceId,
         num_tokens: usize,
@@ -68,7 +82,7 @@ impl DynamicBatchScheduler {
         let (start, in_flight) = (sequence.num_computed, sequence.num_in_flight > 0);
         while kv_cache.extend(id, start, start + num_tokens, &mut step.copies).is_err() {
             // A step in flight may be about to give blocks back: wait for it rather than take others'.
-            if in_flight || !self.preempt_last(first_victim, kv_cache) {
+            if in_flight || !self.preempt_last(pass, first_victim, kv_cache) {
                 return false;
             }
         }
@@ -76,29 +90,43 @@ impl DynamicBatchScheduler {
     }
 
     /// Preempts the last running sequence at or behind `first_victim` that no step in flight holds.
-    fn preempt_last(&mut self, first_victim: usize, kv_cache: &mut PagedKvCache) -> bool {
-        let at =
-            (first_victim..self.running.len()).rev().find(|&at| self.sequence(self.running[at].id).num_in_flight == 0);
+    fn preempt_last(&mut self, pass: Pass, first_victim: usize, kv_cache: &mut PagedKvCache) -> bool {
+        let is_victim = |rank: Rank| pass.may_take_from(rank) && self.sequence(rank.id).num_in_flight == 0;
+        let at = (first_victim..self.running.len()).rev().find(|&at| is_victim(self.running[at]));
         let Some(at) = at else { return false };
+        self.preempt(at, kv_cache);
+        true
+    }
+
+    fn preempt(&mut self, at: usize, kv_cache: &mut PagedKvCache) {
         let rank = self.running.remove(at);
         kv_cache.free_sequence(rank.id);
         self.sequence_mut(rank.id).reset_computed();
         self.waiting.insert(rank);
         self.counters.preemptions += 1;
-        true
     }
 
-    /// Admits waiting sequences in order, never one past another, while there is room.
-    fn admit_waiting(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache, budget: &mut TokenBudget) {
+    /// Admits waiting sequences in order, never one past another, while there is room. Fillers behind a
+    /// sequence make room for it.
+    fn admit_waiting(
+        &mut self,
+        pass: Pass,
+        step: &mut StepBuilder,
+        kv_cache: &mut PagedKvCache,
+        budget: &mut TokenBudget,
+    ) {
         if self.waiting.is_empty() {
             return;
         }
-        let mut promised: usize = self.running.iter().map(|rank| self.blocks_still_wanted(rank.id, kv_cache)).sum();
-        while self.running.len() < self.config.max_batch_size && budget.prefill > 0 {
-            let Some(rank) = self.waiting.first() else { break };
+        let mut promised = self.blocks_promised(kv_cache);
+        while budget.prefill > 0 {
+            let Some(rank) = self.waiting.iter().find(|rank| pass.takes(*rank)) else { break };
             let hit = self.look_up_prefix(rank.id, kv_cache);
-            if !self.has_room_for(rank.id, &hit, promised, kv_cache) {
-                break;
+            while !self.has_room_for(rank.id, &hit, promised, kv_cache) {
+                if !self.displace_filler(pass, rank, &hit, promised, kv_cache) {
+                    return;
+                }
+                promised = self.blocks_promised(kv_cache);
             }
             let Some(num_tokens) = self.start(rank.id, hit, step, kv_cache, budget.prefill) else {
                 break;
@@ -108,6 +136,37 @@ impl DynamicBatchScheduler {
             promised += self.blocks_still_wanted(rank.id, kv_cache);
             budget.prefill -= num_tokens;
         }
+    }
+
+    /// Preempts the last filler behind `rank`, if doing so to all of them makes room for it.
+    fn displace_filler(
+        &mut self,
+        pass: Pass,
+        rank: Rank,
+        hit: &PrefixHit,
+        promised: usize,
+        kv_cache: &mut PagedKvCache,
+    ) -> bool {
+        if pass.is_for_fillers() {
+            return false;
+        }
+        let is_victim =
+            |victim: &Rank| *victim > rank && pass.is_filler(*victim) && self.sequence(victim.id).num_in_flight == 0;
+        let victims: Vec<Rank> = self.running.iter().copied().filter(is_victim).collect();
+        let num_held: usize = victims.iter().map(|victim| kv_cache.num_held(victim.id)).sum();
+        let num_wanted = self.blocks_wanted(rank.id, hit, promised, kv_cache);
+        let slots = self.config.max_batch_size + victims.len();
+        let Some(last) = victims.last().filter(|_| self.running.len() < slots) else { return false };
+        if num_wanted > kv_cache.num_available() + num_held {
+            return false;
+        }
+        let Ok(at) = self.running.binary_search(last) else { return false };
+        self.preempt(at, kv_cache);
+        true
+    }
+
+    fn blocks_promised(&self, kv_cache: &PagedKvCache) -> usize {
+        self.running.iter().map(|rank| self.blocks_still_wanted(rank.id, kv_cache)).sum()
     }
 
     /// Blocks that a running sequence still has to take before its known tokens are computed.
@@ -128,17 +187,24 @@ impl DynamicBatchScheduler {
         kv_cache.lookup_prefix(&mut sequence.chain, &sequence.tokens)
     }
 
-    /// All of a sequence's known tokens fit beside what running prompts still want, and one block for
-    /// each running sequence is left over (unless all is reserved anyway), so that admission does not cause the next preemption.
-    /// A sequence that would run alone always has room.
+    /// The batch has a place for it, and its blocks are there. A sequence that would run alone always has
+    /// room.
     fn has_room_for(&self, id: SequenceId, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> bool {
         if self.running.is_empty() {
             return true;
         }
+        self.running.len() < self.config.max_batch_size
+            && self.blocks_wanted(id, hit, promised, kv_cache) <= kv_cache.num_available()
+    }
+
+    /// Blocks for all of a sequence's known tokens beside what running prompts still want, and one for
+    /// each running sequence (unless all is reserved anyway), so that admission does not cause the next
+    /// preemption.
+    fn blocks_wanted(&self, id: SequenceId, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> usize {
         let peak = kv_cache.blocks_to_reach(hit.num_tokens, self.sequence(id).tokens.len());
         let wanted = peak.saturating_sub(hit.num_blocks) + hit.num_unowned;
         let watermark = if kv_cache.config().layout == KvLayout::Paged { self.running.len() } else { 0 };
-        wanted + promised + watermark <= kv_cache.num_available()
+        wanted + promised + watermark
     }
 
     /// Gives a waiting sequence its first blocks and schedules its first chunk. `None`, and nothing

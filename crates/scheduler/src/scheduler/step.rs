@@ -9,6 +9,8 @@ use crate::{BlockCopy, PagedKvCache, ScheduledSequence, SequenceId, StepPlan};
 pub(super) struct StepBuilder {
     /// Copies that `PagedKvCache::extend` asked for.
     pub(super) copies: Vec<BlockCopy>,
+    /// Made of fillers only.
+    pub(super) is_filler: bool,
     decodes: Vec<ScheduledSequence>,
     chunks: Vec<ScheduledSequence>,
 }
@@ -17,6 +19,9 @@ pub(super) struct StepBuilder {
 #[derive(Debug)]
 pub(super) struct InFlightStep {
     pub(super) step: u64,
+    /// Made of fillers only.
+    pub(super) is_filler: bool,
+    pub(super) num_tokens: usize,
     pub(super) copies: Vec<BlockCopy>,
     pub(super) entries: Vec<InFlightEntry>,
 }
@@ -92,7 +97,14 @@ impl StepBuilder {
             prompt_logprobs: sequence.prompt_logprobs,
         };
         let entries = sequences.iter().enumerate().map(entry).collect();
-        let in_flight = InFlightStep { step, copies: self.copies.clone(), entries };
-        (StepPlan { step, block_copies: self.copies, sequences }, in_flight)
+        let plan = StepPlan { step, block_copies: self.copies, sequences };
+        let in_flight = InFlightStep {
+            step,
+            is_filler: self.is_filler,
+            num_tokens: plan.num_tokens(),
+            copies: plan.block_copies.clone(),
+            entries,
+        };
+        (plan, in_flight)
     }
 }

@@ -19,12 +19,14 @@ pub(super) struct Rank {
     virtual_arrival: i128,
     pub(super) arrival: Time,
     pub(super) id: SequenceId,
+    /// Of negative priority.
+    pub(super) is_offline: bool,
 }
 
 impl Rank {
     pub(super) fn of(spec: &RequestSpec, id: SequenceId, ageing_us: u64) -> Self {
         let virtual_arrival = i128::from(spec.arrival.0) - i128::from(spec.priority) * i128::from(ageing_us);
-        Self { virtual_arrival, arrival: spec.arrival, id }
+        Self { virtual_arrival, arrival: spec.arrival, id, is_offline: spec.priority < 0 }
     }
 }
 

@@ -6,6 +6,7 @@ mod admission;
 mod choices;
 mod ending;
 mod kv_cache;
+mod micro_batches;
 mod model_check;
 mod pipelined;
 mod preemption;

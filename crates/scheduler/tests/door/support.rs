@@ -140,6 +140,8 @@ pub fn scheduler_config() -> SchedulerConfig {
         ageing_us: 1_000_000,
         continuous_batching: true,
         static_batch_wait_us: 1_000,
+        micro_batches: 1,
+        num_stages: 1,
     }
 }
 

@@ -21,6 +21,11 @@ const RESERVED_KWARGS: [&str; 8] = [
     "chat_template",
 ];
 
+/// The priority of `service_tier` "batch" and "flex": offline work, which runs when nothing else does or
+/// fills a pipeline's bubbles. At the default ageing of 5 s a level, everything that comes within 80
+/// minutes goes first.
+const OFFLINE_PRIORITY: i32 = -1000;
+
 /// Judges a chat request.
 ///
 /// # Errors
@@ -34,7 +39,12 @@ pub(crate) fn validate(
     let max_tokens = max_tokens(&request)?;
     let logprobs = logprobs(&request, limits)?;
     let endpoint = EndpointFields { max_tokens, logprobs, echo: false };
-    let options = sampling::validate(request.take_sampling(), endpoint, facts, limits)?;
+    let is_offline = matches!(request.service_tier.as_deref(), Some("batch" | "flex"));
+    let mut fields = request.take_sampling();
+    if is_offline && fields.priority >= 0 {
+        fields.priority = OFFLINE_PRIORITY;
+    }
+    let options = sampling::validate(fields, endpoint, facts, limits)?;
     let conversation = conversation(
         request.messages,
         request.add_generation_prompt,
@@ -68,7 +78,10 @@ fn check_supported(request: &ChatRequest) -> Result<(), ApiError> {
         ("verbosity", !is_one_of(request.verbosity.as_ref(), &["medium"])),
         ("web_search_options", is_filled(request.web_search_options.as_ref())),
         ("store", request.store == Some(true)),
-        ("service_tier", !matches!(request.service_tier.as_deref(), None | Some("auto" | "default"))),
+        (
+            "service_tier",
+            !matches!(request.service_tier.as_deref(), None | Some("auto" | "default" | "batch" | "flex")),
+        ),
     ];
     if let Some((name, _)) = refusals.iter().find(|(_, refused)| *refused) {
         return Err(ApiError::unsupported(name));
@@ -270,7 +283,7 @@ mod tests {
             ("reasoning_effort", r#""low""#),
             ("verbosity", r#""high""#),
             ("store", "true"),
-            ("service_tier", r#""flex""#),
+            ("service_tier", r#""priority""#),
             ("chat_template", r#""{{ messages }}""#),
             ("best_of", "2"),
             ("guided_regex", r#""foo**""#),
@@ -285,6 +298,20 @@ mod tests {
             "safety_identifier":"s","prompt_cache_key":"k","tools":null,"tool_choice":"none","response_format":{"type":"text"},
             "modalities":["text"],"functions":[],"verbosity":"medium","top_logprobs":null,"logprobs":false,"n":null"#;
         assert!(judge(&format!("{{{HI},{fields}}}")).is_ok());
+    }
+
+    #[test]
+    fn offline_tiers_have_a_priority_of_their_own() {
+        for (fields, priority) in [
+            (r#""service_tier":"batch""#, OFFLINE_PRIORITY),
+            (r#""service_tier":"flex","priority":3"#, OFFLINE_PRIORITY),
+            (r#""service_tier":"batch","priority":-7"#, -7),
+            (r#""service_tier":"default","priority":3"#, 3),
+            (r#""service_tier":null"#, 0),
+        ] {
+            let options = judge(&format!("{{{HI},{fields}}}")).unwrap().options;
+            assert_eq!(options.priority, priority, "{fields}");
+        }
     }
 
     #[test]

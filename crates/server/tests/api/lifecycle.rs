@@ -1,9 +1,13 @@
 //! Coming up, going down, and clients that go away.
 
 use crate::support::{Client, Setup, TestServer, wait_until};
+use pagemill_backend::{BackendError, Collective, CpuBackend, CpuConfig, SharedCollective, Tensor};
+use pagemill_engine::{ParallelMode, RankContext};
 use pagemill_server::ServerConfig;
 use serde_json::{Value, json};
 use std::io::Read;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 const TEXT: &str = "/v1/completions";
@@ -212,4 +216,94 @@ fn a_stream_survives_a_pause_in_reading() {
         rest.extend_from_slice(&block[..count]);
     }
     assert!(String::from_utf8(rest).unwrap().contains("data: [DONE]"));
+}
+
+/// Ranks of which one fails once its counter runs out.
+struct Mortal {
+    inner: SharedCollective,
+    calls_left: Arc<AtomicI64>,
+}
+
+impl Mortal {
+    fn live(&self) -> Result<(), BackendError> {
+        let is_alive = self.calls_left.fetch_sub(1, Ordering::SeqCst) > 0;
+        let lost = || BackendError::Device { device: "test".into(), detail: "the test ends this rank".into() };
+        is_alive.then_some(()).ok_or_else(lost)
+    }
+}
+
+impl Collective for Mortal {
+    fn rank(&self) -> usize {
+        self.inner.rank()
+    }
+    fn world_size(&self) -> usize {
+        self.inner.world_size()
+    }
+    fn all_reduce(&self, x: &mut Tensor) -> Result<(), BackendError> {
+        self.live().and_then(|()| self.inner.all_reduce(x))
+    }
+    fn all_gather_cols(&self, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError> {
+        self.live().and_then(|()| self.inner.all_gather_cols(x, out))
+    }
+    fn send(&self, x: &Tensor, peer: usize) -> Result<(), BackendError> {
+        self.live().and_then(|()| self.inner.send(x, peer))
+    }
+    fn recv(&self, out: &mut Tensor, peer: usize) -> Result<(), BackendError> {
+        self.live().and_then(|()| self.inner.recv(out, peer))
+    }
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+}
+
+#[test]
+fn a_lost_rank_ends_every_request_and_shows_in_health() {
+    let mut setup = Setup::long();
+    let parallel = ParallelMode { tensor_parallel: 2, pipeline_parallel: 2 };
+    setup.engine.parallel = parallel;
+    setup.engine.micro_batches = Some(3);
+    let calls_left = Arc::new(AtomicI64::new(i64::MAX));
+    let world = SharedCollective::world(parallel.tensor_parallel, parallel.pipeline_parallel);
+    let ranks = world.into_iter().enumerate().map(|(at, inner)| {
+        let backend = CpuBackend::new(CpuConfig { num_threads: Some(1), ..CpuConfig::default() }).unwrap();
+        let calls_left = if at == 1 { Arc::clone(&calls_left) } else { Arc::new(AtomicI64::new(i64::MAX)) };
+        RankContext { backend: Arc::new(backend), collective: Arc::new(Mortal { inner, calls_left }) }
+    });
+    let mut server = TestServer::without_model(setup.server.clone());
+    server.load_on(&setup, ranks.collect());
+    let metrics = server.client().get("/metrics").text();
+    for line in [
+        r#"pagemill_ranks{model_name="zoo"} 4"#,
+        r#"pagemill_micro_batches{model_name="zoo"} 3"#,
+        r#"pagemill_stage_idle_share{model_name="zoo",stage="1"} "#,
+        r#"pagemill_stage_busy_microseconds_total{model_name="zoo",stage="0"} "#,
+    ] {
+        assert!(metrics.contains(line), "{line}\nin\n{metrics}");
+    }
+    let mut clients: Vec<_> = [true, false, true].into_iter().map(|stream| (stream, server.client())).collect();
+    for (stream, client) in &mut clients {
+        client.send("POST", TEXT, &[JSON], long_answer(*stream).as_bytes());
+    }
+    wait_until(Duration::from_secs(10), "all to run", || is_running(&server, 3));
+    calls_left.store(2, Ordering::SeqCst);
+    let lost_at = Instant::now();
+    for (stream, mut client) in clients {
+        let reply = client.reply();
+        let text = reply.text();
+        let error: Value = if stream {
+            let last = text.trim_end().rsplit("\n\n").next().unwrap();
+            serde_json::from_str(last.strip_prefix("data: ").unwrap()).unwrap()
+        } else {
+            assert_eq!(reply.status, 503, "{text}");
+            reply.json()
+        };
+        assert_eq!(error["error"]["code"], "engine_stopped", "{error}");
+    }
+    assert!(lost_at.elapsed() < Duration::from_secs(5), "took {:?}", lost_at.elapsed());
+    let health = server.client().get("/health");
+    assert_eq!((health.status, &health.json()["error"]["code"]), (503, &json!("engine_stopped")));
+    let (status, refused) = server.post(TEXT, &json!({"prompt": "a"}));
+    assert_eq!(status, 503, "{refused}");
+    let stopped = server.engine.as_ref().unwrap().status().stopped.unwrap();
+    assert!(stopped.contains("stage 0, rank 1") && stopped.contains("the test ends this rank"), "{stopped}");
 }

@@ -64,6 +64,10 @@ coverage! {
     lost_steps,
     /// Sequences that lost their blocks.
     preemptions,
+    /// Of these, with several plans in flight.
+    pipelined_preemptions,
+    /// Tokens computed where a stage would have idled.
+    filler_tokens,
     /// Cached blocks that made room.
     evictions,
     /// Blocks copied on write.

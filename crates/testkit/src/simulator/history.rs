@@ -85,6 +85,8 @@ impl History {
                 requests: self.listeners.len() as u64,
                 lost_steps: u64::from(self.lost_device),
                 preemptions: scheduler.preemptions,
+                pipelined_preemptions: if self.setup.executor.max_in_flight > 1 { scheduler.preemptions } else { 0 },
+                filler_tokens: scheduler.filler_tokens,
                 padding_tokens: scheduler.padding_tokens,
                 evictions: kv_cache.evictions,
                 copies_on_write: kv_cache.copies_on_write,

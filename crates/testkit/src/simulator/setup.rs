@@ -24,7 +24,7 @@ pub(super) struct Setup {
 impl Setup {
     pub(super) fn draw(seed: u64) -> Self {
         let mut draw = Draw::from_seed(seed);
-        let scheduler = draw_scheduler(&mut draw);
+        let mut scheduler = draw_scheduler(&mut draw);
         let kv_cache = draw_kv_cache(&mut draw, &scheduler);
         let executor = ExecutorLimits {
             num_blocks: kv_cache.num_blocks,
@@ -32,8 +32,10 @@ impl Setup {
             max_batch_size: scheduler.max_batch_size,
             max_batch_tokens: scheduler.max_batch_tokens,
             prefill_chunk_size: scheduler.prefill_chunk_size,
-            max_in_flight: draw.pick(&[1, 1, 2, 3]),
+            max_in_flight: draw.pick(&[1, 1, 2, 3, 4]),
         };
+        scheduler.micro_batches = draw.pick(&[1, executor.max_in_flight]);
+        scheduler.num_stages = draw.pick(&[1, 2, executor.max_in_flight]).min(executor.max_in_flight);
         let model = FakeModel { groups: kv_cache.groups.clone(), fails_one_in: draw.one_in(4).then_some(100) };
         let lost_step = draw.between(1, 60) as u64;
         let step_fault = match draw.between(0, 49) {
@@ -138,6 +140,8 @@ fn draw_scheduler(draw: &mut Draw) -> SchedulerConfig {
         ageing_us: draw.pick(&[0, 1_000, 100_000]),
         continuous_batching: !draw.one_in(6),
         static_batch_wait_us: draw.pick(&[0, 500, 5_000]),
+        micro_batches: 1,
+        num_stages: 1,
     }
 }
 

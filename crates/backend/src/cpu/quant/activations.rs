@@ -22,7 +22,6 @@
 use super::layout::{BLOCK_COLS, Format};
 use crate::BackendError;
 use crate::cpu::memory::AlignedBytes;
-use std::ops::Range;
 
 /// Below this, `MAX_CODE / amax` could overflow.
 const TINY: f32 = 1e-30;
@@ -175,6 +174,7 @@ impl ActRows {
     }
 
     /// Bytes from one row's codes to those of the next in its tile.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))] // for tile units
     #[inline(always)]
     pub(super) fn codes_stride(self) -> usize {
         self.row_stride * size_of::<Codes>()
@@ -234,20 +234,60 @@ pub(crate) struct QuantizedActivations {
     /// `None` until the first `prepare`.
     bytes: Option<AlignedBytes>,
     shape: Shape,
-    has_avx2: bool,
+    kernel: RowKernel,
 }
 
 impl Default for QuantizedActivations {
     fn default() -> Self {
-        Self { bytes: None, shape: Shape::default(), has_avx2: has_avx2() }
+        Self { bytes: None, shape: Shape::default(), kernel: RowKernel::detect() }
     }
 }
 
-fn has_avx2() -> bool {
+/// Who quantises a row: all give the same bits.
+#[derive(Clone, Copy)]
+enum RowKernel {
+    #[cfg_attr(target_arch = "aarch64", allow(dead_code))] // only tests want it where all machines have vectors
+    Scalar,
+    #[cfg(target_arch = "aarch64")]
+    Neon,
     #[cfg(target_arch = "x86_64")]
-    return std::arch::is_x86_feature_detected!("avx2");
-    #[cfg(not(target_arch = "x86_64"))]
-    false
+    Avx2,
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl RowKernel {
+    fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            use std::arch::is_x86_feature_detected as has;
+            if has!("avx512f") && has!("avx512bw") {
+                return RowKernel::Avx512;
+            }
+            if has!("avx2") {
+                return RowKernel::Avx2;
+            }
+        }
+        #[cfg(target_arch = "aarch64")]
+        return RowKernel::Neon;
+        #[cfg(not(target_arch = "aarch64"))]
+        RowKernel::Scalar
+    }
+}
+
+/// Quantises row 0 of `acts`, block by block.
+///
+/// # Safety
+/// `x` holds whole blocks, as many as the row has at most; nobody else touches the row now.
+#[inline(always)]
+pub(super) unsafe fn quantize_row_with(acts: ActRows, x: &[f32], block: impl Fn(&[f32], &mut Codes) -> BlockSums) {
+    for (b, x) in x.chunks_exact(BLOCK_COLS).enumerate() {
+        // SAFETY: the caller's promise makes this the only reference to the block. The memory is initialised
+        // (zeroed), aligned to 64, and any bit pattern is valid for the type.
+        let sums = unsafe { block(x, &mut *acts.codes(0, b).cast::<Codes>().cast_mut()) };
+        // SAFETY: as above, in the arrays behind the codes.
+        unsafe { acts.store_sums(b, sums) };
+    }
 }
 
 impl QuantizedActivations {
@@ -266,35 +306,26 @@ impl QuantizedActivations {
         Ok(())
     }
 
-    /// Quantises `rows` of `x` `[T, C]` (the shape given to `prepare`).
+    /// Quantises row `t`, `x` `[C]` (of the shape given to `prepare`).
     ///
     /// # Safety
-    /// Called from several threads at once with disjoint `rows`, and not together with a reader.
-    pub(crate) unsafe fn quantize_rows(&self, x: &[f32], rows: Range<usize>) {
-        assert!(rows.end <= self.shape.rows && rows.start <= rows.end, "rows outside the prepared shape");
-        let cols = self.shape.blocks_per_row * BLOCK_COLS;
-        for t in rows {
-            let acts = self.rows_from(t);
-            for (b, x) in x[t * cols..(t + 1) * cols].chunks_exact(BLOCK_COLS).enumerate() {
-                // SAFETY: inside the range that `prepare` sized for this shape; the caller keeps rows disjoint
-                // between threads, so that this is the only reference to the block. The memory is initialised
-                // (zeroed), aligned to 64, and any bit pattern is valid for the type.
-                let codes = unsafe { &mut *acts.codes(0, b).cast::<Codes>().cast_mut() };
-                let sums = self.quantize_block(x, codes);
-                // SAFETY: as above, in the arrays behind the codes.
-                unsafe { acts.store_sums(b, sums) };
+    /// Called from several threads at once with different `t`, and not together with a reader.
+    pub(crate) unsafe fn quantize_row(&self, t: usize, x: &[f32]) {
+        assert!(x.len() == self.shape.blocks_per_row * BLOCK_COLS, "a row of another shape than was prepared");
+        let acts = self.rows_from(t);
+        // SAFETY: the row is inside the range that `prepare` sized for this shape; the caller keeps rows disjoint
+        // between threads. The processor has what the quantiser was picked for.
+        unsafe {
+            match self.kernel {
+                #[cfg(target_arch = "x86_64")]
+                RowKernel::Avx512 => super::activations_avx512::quantize_row(acts, x),
+                #[cfg(target_arch = "x86_64")]
+                RowKernel::Avx2 => super::activations_avx2::quantize_row(acts, x),
+                #[cfg(target_arch = "aarch64")]
+                RowKernel::Neon => super::activations_neon::quantize_row(acts, x),
+                RowKernel::Scalar => quantize_row_with(acts, x, quantize_block),
             }
         }
-    }
-
-    #[inline]
-    fn quantize_block(&self, x: &[f32], codes: &mut Codes) -> BlockSums {
-        #[cfg(target_arch = "x86_64")]
-        if self.has_avx2 {
-            // SAFETY: the processor has AVX2 (`has_avx2`); `x` holds 32 values.
-            return unsafe { super::activations_avx2::quantize_block(x, codes) };
-        }
-        quantize_block(x, codes)
     }
 
     /// The rows from `t` on.
@@ -382,27 +413,49 @@ mod tests {
             x[164] = f32::INFINITY;
             x[200] = f32::NEG_INFINITY;
             x[230] = f32::MAX;
-            let mut vector = QuantizedActivations::default();
-            vector.prepare(num_rows, cols).unwrap();
-            // SAFETY: one thread.
-            unsafe { vector.quantize_rows(&x, 0..num_rows) };
-            for (t, x) in x.chunks_exact(cols).enumerate() {
-                for (b, x) in x.chunks_exact(32).enumerate() {
-                    let mut codes = Codes::ZERO;
-                    let BlockSums { d, sum_q } = quantize_block(x, &mut codes);
-                    let acts = vector.rows_from(t / 16 * 16);
-                    // SAFETY: the row is in the tile, the block in the row.
-                    unsafe {
-                        assert_eq!(*acts.codes(t % 16, b).cast::<Codes>(), codes, "row {t} block {b}");
-                        assert_eq!(acts.scale(t % 16, b).to_bits(), d.to_bits(), "row {t} block {b}");
-                        let whole = acts.skip(t % 16, b);
-                        assert_eq!(whole.neg_sum_q::<Q4_0>(0, 0, 0), -sum_q[0] - sum_q[1]);
-                        let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
-                        assert!(same(whole.sum_x::<Q4_0>(0, 0, 0), d * (sum_q[0] + sum_q[1]) as f32));
-                        for (g, sum_q) in sum_q.into_iter().enumerate() {
-                            assert_eq!(whole.neg_sum_q::<Q2_K>(0, 0, g), -sum_q);
-                            assert!(same(whole.sum_x::<Q2_K>(0, 0, g), d * sum_q as f32));
-                        }
+            for kernel in kernels() {
+                let mut vector = QuantizedActivations { kernel, ..Default::default() };
+                vector.prepare(num_rows, cols).unwrap();
+                for (t, x) in x.chunks_exact(cols).enumerate() {
+                    // SAFETY: one thread.
+                    unsafe { vector.quantize_row(t, x) };
+                }
+                check_against_scalar(&vector, &x, cols);
+            }
+        }
+    }
+
+    /// Those that this machine can run.
+    fn kernels() -> Vec<RowKernel> {
+        let mut kernels = vec![RowKernel::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        match RowKernel::detect() {
+            RowKernel::Avx512 => kernels.extend([RowKernel::Avx2, RowKernel::Avx512]),
+            RowKernel::Avx2 => kernels.push(RowKernel::Avx2),
+            RowKernel::Scalar => {}
+        }
+        #[cfg(target_arch = "aarch64")]
+        kernels.push(RowKernel::Neon);
+        kernels
+    }
+
+    fn check_against_scalar(vector: &QuantizedActivations, x: &[f32], cols: usize) {
+        for (t, x) in x.chunks_exact(cols).enumerate() {
+            for (b, x) in x.chunks_exact(32).enumerate() {
+                let mut codes = Codes::ZERO;
+                let BlockSums { d, sum_q } = quantize_block(x, &mut codes);
+                let acts = vector.rows_from(t / 16 * 16);
+                // SAFETY: the row is in the tile, the block in the row.
+                unsafe {
+                    assert_eq!(*acts.codes(t % 16, b).cast::<Codes>(), codes, "row {t} block {b}");
+                    assert_eq!(acts.scale(t % 16, b).to_bits(), d.to_bits(), "row {t} block {b}");
+                    let whole = acts.skip(t % 16, b);
+                    assert_eq!(whole.neg_sum_q::<Q4_0>(0, 0, 0), -sum_q[0] - sum_q[1]);
+                    let same = |a: f32, b: f32| a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan());
+                    assert!(same(whole.sum_x::<Q4_0>(0, 0, 0), d * (sum_q[0] + sum_q[1]) as f32));
+                    for (g, sum_q) in sum_q.into_iter().enumerate() {
+                        assert_eq!(whole.neg_sum_q::<Q2_K>(0, 0, g), -sum_q);
+                        assert!(same(whole.sum_x::<Q2_K>(0, 0, g), d * sum_q as f32));
                     }
                 }
             }

@@ -1,14 +1,23 @@
 //! The quantiser of activations for AVX2: the arithmetic of `activations`, to the bit.
 
-use super::activations::{BlockScale, BlockSums, Codes, FINE_BITS};
+use super::activations::{ActRows, BlockScale, BlockSums, Codes, FINE_BITS, quantize_row_with};
 use std::arch::x86_64::*;
 
-/// Quantises 32 values with the same bits as the scalar code.
+/// Quantises a row.
 ///
 /// # Safety
-/// The processor has AVX2; `x` holds 32 values.
+/// The processor has AVX2; as [`quantize_row_with`].
 #[target_feature(enable = "avx2")]
-pub(super) unsafe fn quantize_block(x: &[f32], out: &mut Codes) -> BlockSums {
+pub(super) unsafe fn quantize_row(acts: ActRows, x: &[f32]) {
+    // SAFETY: this function's contract; blocks hold 32 values.
+    unsafe { quantize_row_with(acts, x, |x, codes| quantize_block(x, codes)) };
+}
+
+/// # Safety
+/// `x` holds 32 values.
+#[inline]
+#[target_feature(enable = "avx2")]
+unsafe fn quantize_block(x: &[f32], out: &mut Codes) -> BlockSums {
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
     // SAFETY: the caller has 32 values there.
     let v: [__m256; 4] = std::array::from_fn(|i| unsafe { _mm256_loadu_ps(x.as_ptr().add(8 * i)) });

@@ -396,7 +396,9 @@ unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum,
 }
 
 impl IntKernel for Avx512Vnni {
-    const FEW: usize = FEW_ROWS;
+    fn few_up_to<F: Format>() -> usize {
+        FEW_ROWS
+    }
 
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows) {
         let mut t = 0;

@@ -35,9 +35,12 @@ impl<'a> Rows<'a> {
 
     /// Quantises the same rows once more (to be timed).
     pub fn quantize_again(&self) {
-        // SAFETY: nothing else has this value's blocks, and `&self` of a type that is not Sync here
-        // is used by one thread.
-        unsafe { self.quantized.quantize_rows(self.x, 0..self.quantized.rows()) };
+        let cols = self.x.len() / self.quantized.rows();
+        for (t, x) in self.x.chunks_exact(cols).enumerate() {
+            // SAFETY: nothing else has this value's blocks, and `&self` of a type that is not Sync here
+            // is used by one thread.
+            unsafe { self.quantized.quantize_row(t, x) };
+        }
     }
 }
 

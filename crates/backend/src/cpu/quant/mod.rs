@@ -8,22 +8,38 @@
 mod activations;
 #[cfg(target_arch = "x86_64")]
 mod activations_avx2;
+#[cfg(target_arch = "x86_64")]
+mod activations_avx512;
+#[cfg(target_arch = "aarch64")]
+mod activations_neon;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
+mod avx2_float;
+#[cfg(target_arch = "x86_64")]
+mod avx2_panel;
+#[cfg(target_arch = "x86_64")]
 mod avx512vnni;
+#[cfg(target_arch = "x86_64")]
+mod avxvnni;
 #[doc(hidden)]
 pub mod bench_access;
 mod layout;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(target_arch = "aarch64")]
+mod neon_float;
+#[cfg(target_arch = "aarch64")]
+mod neon_panel;
 mod scalar;
 mod stored;
 mod tile;
 
 pub(crate) use activations::QuantizedActivations;
 
-use super::isa::Isa;
+use super::isa::{Isa, Vectors};
 use super::linear::OutMatrix;
 use super::memory::{AlignedBytes, WeightMemory};
 use super::pool::{SendPtr, ThreadPool};
@@ -138,7 +154,7 @@ impl PackedWeight {
 pub(crate) struct Activations<'a> {
     /// `[T, C]`.
     pub(crate) x: &'a [f32],
-    /// Filled by `quantize_rows` if `PackedWeight::wants_quantized`.
+    /// Filled row by row (`quantize_row`) if `PackedWeight::wants_quantized`.
     pub(crate) quantized: &'a QuantizedActivations,
 }
 
@@ -209,14 +225,19 @@ unsafe fn run_int(weight: &PackedWeight, job: &Job, acts: ActRows) {
     // SAFETY: the caller's promise.
     unsafe {
         match weight.isa {
-            Isa::Scalar => with::<scalar::Scalar>(weight.dtype, job, acts),
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 => with::<avx2::Avx2>(weight.dtype, job, acts),
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => with::<avxvnni::AvxVnni>(weight.dtype, job, acts),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Vnni => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, acts),
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             Isa::Avx512Amx => with::<amx::Amx>(weight.dtype, job, acts),
-            #[cfg(target_arch = "x86_64")]
-            _ => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, acts),
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => with::<neon::Neon>(weight.dtype, job, acts),
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => with::<neon::NeonDot>(weight.dtype, job, acts),
+            // The rest of the sets are another machine's: `new` refused them.
             _ => with::<scalar::Scalar>(weight.dtype, job, acts),
         }
     }
@@ -236,15 +257,13 @@ unsafe fn run_float(weight: &PackedWeight, job: &Job, x: FloatRows) {
     }
     // SAFETY: the caller's promise.
     unsafe {
-        match weight.isa {
-            Isa::Scalar => with::<scalar::Scalar>(weight.dtype, job, x),
+        match weight.isa.vectors() {
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx2 => with::<avx2::Avx2>(weight.dtype, job, x),
-            #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-            Isa::Avx512Amx => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
+            Vectors::Avx2 => with::<avx2::Avx2>(weight.dtype, job, x),
             #[cfg(target_arch = "x86_64")]
-            _ => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
-            #[cfg(not(target_arch = "x86_64"))]
+            Vectors::Avx512 => with::<avx512vnni::Avx512Vnni>(weight.dtype, job, x),
+            #[cfg(target_arch = "aarch64")]
+            Vectors::Neon => with::<neon::Neon>(weight.dtype, job, x),
             _ => with::<scalar::Scalar>(weight.dtype, job, x),
         }
     }

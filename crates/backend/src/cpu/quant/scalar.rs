@@ -1,4 +1,4 @@
-//! The kernels in plain Rust: the reference for the others, and what machines without AVX2 run.
+//! The kernels in plain Rust: the reference for the others, and what machines run that no others were written for.
 
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, code_at, scale_at};
@@ -38,7 +38,9 @@ pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimu
 }
 
 impl IntKernel for Scalar {
-    const FEW: usize = 0;
+    fn few_up_to<F: Format>() -> usize {
+        0
+    }
 
     unsafe fn few<F: Format>(_: Panel, _: ActRows, _: usize, _: OutRows) {}
 

@@ -60,22 +60,18 @@ pub(super) struct Panel {
 impl Panel {
     /// Asks for what the panel `ahead` of this one has for `block`: a panel is far enough to hide memory, and
     /// the hardware's own streams would have to start anew at each region. A hint; past the end it does nothing.
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
     pub(super) fn prefetch<F: Format>(self, ahead: usize, block: usize) {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
         let layout = F::LAYOUT;
         let next = self.base.wrapping_add(ahead * self.shape.bytes);
         let scale_bytes = layout.groups() * layout.scale.bytes();
         let codes = next.wrapping_add(block * layout.block_bytes());
         let scales = next.wrapping_add(self.shape.scales_at + block * scale_bytes);
-        // SAFETY: SSE is part of the baseline; a prefetch reads nothing that a program can see.
-        unsafe {
-            for line in 0..layout.bits {
-                _mm_prefetch::<_MM_HINT_T0>(codes.wrapping_add(64 * line).cast());
-            }
-            _mm_prefetch::<_MM_HINT_T0>(scales.cast());
+        for line in 0..layout.bits {
+            prefetch_line(codes.wrapping_add(64 * line));
         }
+        prefetch_line(scales);
     }
 
     /// The bytes, for code that is not after speed.
@@ -86,6 +82,17 @@ impl Panel {
         // SAFETY: by the field's definition and the caller's promise.
         unsafe { std::slice::from_raw_parts(self.base, self.shape.bytes) }
     }
+}
+
+#[cfg(target_arch = "aarch64")]
+use crate::cpu::neon::prefetch as prefetch_line;
+
+#[cfg(target_arch = "x86_64")]
+#[inline(always)]
+fn prefetch_line(at: *const u8) {
+    use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+    // SAFETY: SSE is part of the baseline; a prefetch reads nothing that a program can see.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(at.cast()) };
 }
 
 /// Plain rows, from some column of some row on.
@@ -149,16 +156,21 @@ pub(super) enum Minimum {
 /// All methods: the processor has the instruction set; pointers are valid for what the arguments say.
 pub(super) trait IntKernel {
     /// Up to this many rows, `few` reads the panel as it is packed.
-    const FEW: usize;
+    fn few_up_to<F: Format>() -> usize;
     /// Quantised rows that `many` passes over before the next panels are widened, so that they stay in the
     /// second-level cache.
     const CACHE_BYTES: usize = 256 << 10;
+
+    /// Blocks that are widened together for so many rows, at most [`CHUNK_BLOCKS`].
+    fn chunk_blocks(_num_t: usize) -> usize {
+        CHUNK_BLOCKS
+    }
 
     /// Once before a series of `many`.
     unsafe fn begin<F: Format>() {}
     /// Once after it.
     unsafe fn end() {}
-    /// `num_t` (1..=FEW) rows over a whole panel.
+    /// `num_t` (1 to `few_up_to`) rows over a whole panel.
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows);
     /// Widens `blocks` of a panel, with centred minima.
     unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk);
@@ -228,9 +240,9 @@ impl Job {
     }
 
     /// Columns that are widened together, about equally many each time.
-    fn chunks(&self) -> impl Iterator<Item = Range<usize>> + use<> {
+    fn chunks(&self, at_most: usize) -> impl Iterator<Item = Range<usize>> + use<> {
         let num_blocks = self.shape.num_blocks;
-        let size = num_blocks.div_ceil(num_blocks.div_ceil(CHUNK_BLOCKS).max(1));
+        let size = num_blocks.div_ceil(num_blocks.div_ceil(at_most).max(1));
         (0..num_blocks).step_by(size.max(1)).map(move |at| at..(at + size).min(num_blocks))
     }
 
@@ -246,7 +258,7 @@ impl Job {
 /// # Safety
 /// The processor has `K`'s instruction set; `job` and `acts` are valid for its shape.
 pub(super) unsafe fn run_int<K: IntKernel, F: Format>(job: &Job, acts: ActRows) {
-    if job.num_t <= K::FEW {
+    if job.num_t <= K::few_up_to::<F>() {
         for panel_idx in job.panel_range() {
             // SAFETY: the caller's promise.
             unsafe { K::few::<F>(job.panel(panel_idx), acts, job.num_t, job.out(panel_idx, 0)) };
@@ -262,7 +274,7 @@ thread_local! {
     static CHUNKS: RefCell<[Chunk; PANELS]> = const { RefCell::new([const { Chunk::ZERO }; PANELS]) };
 }
 
-/// [`run_int`] for more rows than [`IntKernel::FEW`].
+/// [`run_int`] for more rows than [`IntKernel::few_up_to`].
 ///
 /// # Safety
 /// As [`run_int`].
@@ -275,7 +287,7 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
             let num_t = rows_together.min(job.num_t - first_t);
             for first_panel in job.panel_range().step_by(PANELS) {
                 let num_panels = PANELS.min(job.panel_range().end - first_panel);
-                for blocks in job.chunks() {
+                for blocks in job.chunks(K::chunk_blocks(job.num_t)) {
                     let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
                     for (i, chunk) in chunks[..num_panels].iter_mut().enumerate() {
                         K::widen::<F>(job.panel(first_panel + i), blocks.clone(), chunk);
@@ -300,7 +312,7 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
 pub(super) unsafe fn run_float<K: FloatKernel, F: Format>(job: &Job, x: FloatRows) {
     let mut chunk = Chunk::ZERO;
     for panel_idx in job.panel_range() {
-        for blocks in job.chunks() {
+        for blocks in job.chunks(CHUNK_BLOCKS) {
             let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
             // SAFETY: the caller's promise; blocks stay inside the shapes.
             unsafe {

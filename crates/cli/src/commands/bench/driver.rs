@@ -1,7 +1,9 @@
 //! Drives an engine with a list of requests and records when each token came. Knows no HTTP.
 
 use anyhow::{Context, Result, bail};
-use pagemill_engine::{EngineEvent, EngineHandle, EngineStatus, EventSink, Request, SamplingParams, SinkClosed};
+use pagemill_engine::{
+    EngineEvent, EngineHandle, EngineStatus, EventSink, Request, RequestId, SamplingParams, SinkClosed, SubmitError,
+};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
@@ -52,6 +54,8 @@ pub struct Job {
     pub generated: usize,
     /// Seconds after the start at which it arrives.
     pub arrival: f64,
+    /// As the engine's: higher runs first.
+    pub priority: i32,
 }
 
 /// Sends all jobs at their times and waits for their ends.
@@ -59,13 +63,29 @@ pub struct Job {
 /// # Errors
 /// A request that was refused or failed: a benchmark with holes is no benchmark.
 pub fn run(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
+    run_over(handle, jobs, Vec::new())
+}
+
+/// As [`run`], with `background` sent before and aborted after: it is not measured, and need not end.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_over(handle: &EngineHandle, jobs: Vec<Job>, background: Vec<Job>) -> Result<RunResult> {
+    let (unheard, _ears) = channel();
+    let background = submit_all(handle, background, Instant::now(), &unheard)?;
+    let result = run_measured(handle, jobs);
+    background.into_iter().for_each(|id| handle.abort(id));
+    result
+}
+
+fn run_measured(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
     let start = Instant::now();
     let (sender, receiver) = channel();
     let expected = jobs.len();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch_blocks(handle, &done));
-        let outcome = submit_all(handle, jobs, start, &sender).and_then(|()| gather(&receiver, expected));
+        let outcome = submit_all(handle, jobs, start, &sender).and_then(|_| gather(&receiver, expected));
         done.store(true, Ordering::Release);
         let blocks = watcher.join().map_err(|_| anyhow::anyhow!("the watching thread failed"))?;
         let timelines = outcome?;
@@ -82,7 +102,22 @@ pub fn run(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
     })
 }
 
-fn submit_all(handle: &EngineHandle, jobs: Vec<Job>, start: Instant, sender: &Sender<Outcome>) -> Result<()> {
+/// Submissions under way at once: fewer than the engine's queue holds.
+const MAX_UNANSWERED: usize = 512;
+
+fn submit_all(
+    handle: &EngineHandle,
+    jobs: Vec<Job>,
+    start: Instant,
+    sender: &Sender<Outcome>,
+) -> Result<Vec<RequestId>> {
+    let (replier, replies) = channel();
+    let mut ids = Vec::with_capacity(jobs.len());
+    let answer = || {
+        let (index, reply): (usize, Result<RequestId, SubmitError>) = replies.recv().context("the engine stopped")?;
+        reply.with_context(|| format!("request {index}"))
+    };
+    let num_jobs = jobs.len();
     for (index, job) in jobs.into_iter().enumerate() {
         let due = Duration::from_secs_f64(job.arrival);
         if let Some(wait) = due.checked_sub(start.elapsed()) {
@@ -95,19 +130,32 @@ fn submit_all(handle: &EngineHandle, jobs: Vec<Job>, start: Instant, sender: &Se
             timeline: Timeline { submitted, tokens: Vec::with_capacity(job.generated) },
             sender: sender.clone(),
         };
-        handle
-            .submit(Request {
-                prompt: job.prompt,
-                max_tokens: job.generated,
-                n: 1,
-                sampling: SamplingParams::default(),
-                priority: 0,
-                cache_salt: None,
-                sink: Box::new(sink),
-            })
-            .with_context(|| format!("request {index}"))?;
+        let request = Request {
+            prompt: job.prompt,
+            max_tokens: job.generated,
+            n: 1,
+            sampling: SamplingParams::default(),
+            priority: job.priority,
+            cache_salt: None,
+            sink: Box::new(sink),
+        };
+        // An answer comes between two steps: waiting for each would let one request in a step.
+        let replier = replier.clone();
+        handle.submit_with(
+            request,
+            Box::new(move |reply| {
+                // Nobody listens any more when another request was refused.
+                let _ = replier.send((index, reply));
+            }),
+        );
+        if index + 1 - ids.len() >= MAX_UNANSWERED {
+            ids.push(answer()?);
+        }
     }
-    Ok(())
+    while ids.len() < num_jobs {
+        ids.push(answer()?);
+    }
+    Ok(ids)
 }
 
 fn gather(receiver: &Receiver<Outcome>, expected: usize) -> Result<Vec<Timeline>> {

@@ -2,8 +2,8 @@
 
 use super::driver::{Job, RunResult, run};
 use super::workload::{Random, quantile, random_prompt};
-use crate::loading;
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
+use crate::{devices, loading};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::io::Write;
@@ -79,6 +79,7 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
                 prompt: random_prompt(random, args.prompt_tokens, loaded.spec.vocab_size),
                 generated: args.gen_tokens,
                 arrival: 0.0,
+                priority: 0,
             })
             .collect();
         let result = run(&loaded.handle, jobs)?;
@@ -129,7 +130,7 @@ fn print(
     if args.json {
         let rows: Vec<serde_json::Value> = rows.iter().map(row_json).collect();
         let report = serde_json::json!({
-            "bench": "latency", "model": model, "device": loaded.device, "activations": format!("{:?}", config.cpu.activations),
+            "bench": "latency", "model": model, "device": loaded.device, "activations": devices::activations(config),
             "kv_dtype": config.engine.kv_dtype.name(), "prompt_tokens": args.prompt_tokens,
             "gen_tokens": args.gen_tokens, "runs": args.runs, "seed": args.seed, "rows": rows,
         });
@@ -140,7 +141,7 @@ fn print(
         out,
         "{model} on {}; {} activations, {} KV; {} prompt tokens, {} generated; median of {} runs (least - most)",
         loaded.device,
-        format!("{:?}", config.cpu.activations).to_lowercase(),
+        devices::activations(config),
         config.engine.kv_dtype,
         args.prompt_tokens,
         args.gen_tokens,

@@ -7,6 +7,7 @@ mod latency;
 mod load;
 mod own_server;
 mod perplexity;
+mod ranks;
 mod serve;
 mod throughput;
 mod workload;
@@ -31,6 +32,8 @@ enum Bench {
     Serve(serve::ServeArgs),
     /// Every op at a model's shapes, beside what this machine can do at most
     Kernels(kernels::KernelsArgs),
+    /// Stages of a pipeline with and without bubble filling, micro-batch tuning, all-reduce cost
+    Ranks(ranks::RanksArgs),
     /// How well the served model predicts a text, by llama.cpp's protocol
     Perplexity(perplexity::PerplexityArgs),
 }
@@ -42,6 +45,7 @@ pub fn bench(args: BenchArgs) -> Result<()> {
         Bench::Throughput(args) => throughput::throughput(args),
         Bench::Serve(args) => serve::serve(args),
         Bench::Kernels(args) => kernels::kernels(args),
+        Bench::Ranks(args) => ranks::ranks(args),
         Bench::Perplexity(args) => perplexity::perplexity(args),
     }
 }

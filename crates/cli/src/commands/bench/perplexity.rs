@@ -108,7 +108,7 @@ pub fn perplexity(args: PerplexityArgs) -> Result<()> {
     let seconds = start.elapsed().as_secs_f64();
     loaded.engine.handle.shutdown();
     let compared = reference.map(|r| compare(&cumulative, &r.cumulative)).transpose()?;
-    let activations = format!("{:?}", config.cpu.activations).to_lowercase();
+    let activations = crate::devices::activations(&config).to_owned();
     let report = Report { model, activations, score, cumulative, compared, seconds };
     report.print(&args, &config, &loaded.engine.device)?;
     match (report.compared, args.tolerance) {

@@ -89,8 +89,7 @@ pub fn throughput(args: ThroughputArgs) -> Result<()> {
         Some(path) => read_trace(path)?,
         None => conversation_like(&mut Random::new(args.seed ^ 0xA5), 4096),
     };
-    let path = crate::models::resolve(&model)?;
-    let spec = loading::read_spec(&path)?;
+    let spec = pagemill_model::read_spec(&loading::open(&model, &config)?)?;
     // What contiguous reservation has to set aside: the model's context on the scale of the lengths.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     let scaled_context = ((spec.max_seq_len as f64 * args.length_scale.min(1.0)) as usize).max(64);
@@ -129,7 +128,8 @@ fn measure(
     config.engine.kv_layout = arm.layout;
     let loaded = loading::load_engine(model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed ^ 0x5EED ^ run_idx as u64);
-    let warm_up = Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0 };
+    let warm_up =
+        Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0, priority: 0 };
     run(&loaded.handle, vec![warm_up])?;
     let before = loaded.handle.status();
     let mut arrival = 0.0;
@@ -143,6 +143,7 @@ fn measure(
                 prompt: random_prompt(&mut random, l.prompt, loaded.spec.vocab_size),
                 generated: l.generated,
                 arrival,
+                priority: 0,
             }
         })
         .collect();

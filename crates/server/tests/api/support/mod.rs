@@ -4,8 +4,8 @@ mod client;
 
 pub use client::{Client, sse_events};
 
-use pagemill_backend::{CpuBackend, CpuConfig};
-use pagemill_engine::{EngineConfig, EngineHandle, build_engine};
+use pagemill_backend::{CpuBackend, CpuConfig, SoloCollective};
+use pagemill_engine::{EngineConfig, EngineHandle, RankContext, build_engine_on};
 use pagemill_formats::Checkpoint;
 use pagemill_server::{Drained, ModelFacts, ServedModel, ServerConfig, ServerState, TextAssets, bind, serve};
 use serde_json::Value;
@@ -99,12 +99,17 @@ impl TestServer {
 
     /// Loads the model and opens the server.
     pub fn load(&mut self, setup: &Setup) {
+        let backend = Arc::new(CpuBackend::new(CpuConfig { num_threads: Some(1), ..CpuConfig::default() }).unwrap());
+        self.load_on(setup, vec![RankContext { backend, collective: Arc::new(SoloCollective) }]);
+    }
+
+    /// The same over ranks of the caller's.
+    pub fn load_on(&mut self, setup: &Setup, ranks: Vec<RankContext>) {
         let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo").join(setup.zoo);
         let checkpoint = Checkpoint::open(&folder).unwrap();
         let mut assets = TextAssets::from_checkpoint(&checkpoint).unwrap();
         (setup.customize)(&mut assets);
-        let backend = Arc::new(CpuBackend::new(CpuConfig { num_threads: Some(1), ..CpuConfig::default() }).unwrap());
-        let built = build_engine(&checkpoint, backend, &setup.engine, &|_| {}).unwrap();
+        let built = build_engine_on(&checkpoint, ranks, &setup.engine, &|_| {}).unwrap();
         let facts = ModelFacts {
             vocab_size: built.spec.vocab_size,
             max_seq_len: built.plan.max_seq_len,

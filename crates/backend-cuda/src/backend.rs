@@ -1,0 +1,563 @@
+//! [`CudaBackend`]: one GPU behind the ops contract. This file checks what an op is given and hands it on; the
+//! arithmetic is in the kernels. It does not know models, requests or schedules, and reads no environment
+//! variables.
+//!
+//! Matrices are multiplied with bf16 inputs and f32 sums; the residual stream, norms, softmax and logits are f32.
+//! With [`Activations::F32`] everything is f32, for comparisons.
+//!
+//! A row's bits depend on its own input only in every op but [`Backend::linear`], whose algorithm cuBLASLt picks
+//! by the number of tokens.
+
+use crate::attention::{AttentionOps, HeadsTask, LayerPool};
+use crate::batch::{BatchMemory, device_batch, ensure_covered};
+use crate::check::{Elem, View, to_u32, view, view_f32};
+use crate::device::{self, Device};
+use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
+use crate::images::Kernels;
+use crate::linear::{LinearOps, Matrix, Product};
+use crate::loading::{CudaWeight, cuda_weight, upload_stored};
+use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
+use crate::rows::{NormTask, RowOps};
+use crate::sampling::Results;
+use crate::staging::PieceUploader;
+use cudarc::driver::result;
+use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
+use pagemill_backend::{
+    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
+    HeadTransform, KvPool, KvPoolSpec, LinearPart, Norm, Qkv, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
+};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Rows of logits at once: a large batch's, at half a megabyte each for a large vocabulary.
+const LOGITS_ROWS: usize = 256;
+
+/// In which type values flow between the ops of a layer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Activations {
+    /// bf16, on tensor cores.
+    #[default]
+    Bf16,
+    /// f32; float weights are widened. Slow, for accuracy comparisons.
+    F32,
+}
+
+/// What a [`CudaBackend`] is made from.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CudaConfig {
+    /// Which GPU, as the driver counts them.
+    pub ordinal: usize,
+    /// In which type values flow between ops.
+    pub activations: Activations,
+}
+
+/// A GPU as a device. Serves one model and one KV pool: what it records of a forward holds for both.
+pub struct CudaBackend {
+    // Fields are dropped in this order: what uses the device before the device.
+    records: Mutex<Records>,
+    rows: RowOps,
+    attention: AttentionOps,
+    linear: LinearOps,
+    results: Results,
+    batch: Mutex<BatchMemory>,
+    /// Made at the first weight, dropped with the first batch.
+    pieces: Mutex<Option<PieceUploader>>,
+    workspace: Arc<Workspace>,
+    kernels: Kernels,
+    activations: Activations,
+    device: Arc<Device>,
+}
+
+/// Locks what only a panicking op could have poisoned; its contents are scratch.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl CudaBackend {
+    /// GPUs that the driver shows; 0 where there is no driver.
+    ///
+    /// # Errors
+    /// A driver that is there but does not start, in its own words.
+    pub fn count_devices() -> Result<usize, BackendError> {
+        device::count_devices()
+    }
+
+    /// Opens a GPU and loads its kernels.
+    ///
+    /// # Errors
+    /// There is no such GPU, no kernel for it in this build, or no cuBLASLt.
+    pub fn new(config: CudaConfig) -> Result<Self, BackendError> {
+        let device = Arc::new(Device::open(config.ordinal)?);
+        let kernels = Kernels::load(&device)?;
+        let workspace = Workspace::new(&device);
+        Ok(Self {
+            records: Mutex::new(Records::new(&device)),
+            rows: RowOps::new(&device, &kernels)?,
+            attention: AttentionOps::new(&device, &kernels)?,
+            linear: LinearOps::new(&device, &kernels, &workspace)?,
+            results: Results::new(&device, &kernels, &workspace)?,
+            batch: Mutex::new(BatchMemory::new(&device)?),
+            pieces: Mutex::default(),
+            workspace,
+            kernels,
+            activations: config.activations,
+            device,
+        })
+    }
+
+    fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {
+        let dtype = elem.dtype();
+        let buffer = self.workspace.take(checked_bytes("temporary", dtype, rows, cols)?)?;
+        Ok(Tensor::from_buffer(rows, cols, dtype, Box::new(buffer)))
+    }
+
+    /// `x` in f32: itself, or a converted copy.
+    fn in_f32(&self, op: &'static str, x: &Tensor) -> Result<(u64, Option<CudaBuffer>), BackendError> {
+        let place = view(op, x)?;
+        if place.elem == Elem::F32 {
+            return Ok((place.address, None));
+        }
+        let count = x.rows() * x.cols();
+        let wide = self.workspace.take(count * 4)?;
+        self.rows.convert(place, DType::F32, wide.address(), count)?;
+        Ok((wide.address(), Some(wide)))
+    }
+
+    fn pool_layer<'a>(
+        &self,
+        op: &'static str,
+        kv: &'a KvPool,
+        layer_idx: usize,
+    ) -> Result<LayerPool<'a>, BackendError> {
+        let buffer = kv.layer(layer_idx).as_any().downcast_ref::<CudaBuffer>();
+        let buffer = buffer.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
+        Ok(LayerPool { spec: kv.spec(), address: buffer.address() })
+    }
+
+    /// Uploads small floats to a range of their own.
+    fn upload_floats(&self, name: &str, data: &[f32]) -> Result<DeviceMemory, BackendError> {
+        let memory = DeviceMemory::take(&self.device, data.len() * 4, name)?;
+        self.write_floats(data, memory.address())?;
+        Ok(memory)
+    }
+
+    /// Copies floats of the host to `address`. Waits for the device: the copy lies on the ops' own stream, as one
+    /// on the default stream may still be under way when a kernel starts.
+    fn write_floats(&self, data: &[f32], address: u64) -> Result<(), BackendError> {
+        self.device.bind()?;
+        // SAFETY: the callers' ranges hold `data.len()` floats, and `data` outlives the copy: it is waited for.
+        unsafe { result::memcpy_htod_async(address, data, self.device.stream()) }
+            .map_err(|error| self.device.fault("copying to the device", error))?;
+        self.device.synchronize()
+    }
+
+    /// `out = rms_norm(x)` of checked tensors, with the addition before it where there is a residual.
+    fn norm(
+        &self,
+        op: &'static str,
+        x: &Tensor,
+        residual: Option<u64>,
+        weight: &Tensor,
+        eps: f32,
+        out: &Tensor,
+    ) -> Result<(), BackendError> {
+        ensure_shape(op, "weight", weight, 1, x.cols())?;
+        ensure_shape(op, "out", out, x.rows(), x.cols())?;
+        self.rows.norm(&NormTask {
+            x: view(op, x)?,
+            residual,
+            weight: view_f32(op, weight)?,
+            out: view(op, out)?,
+            rows: to_u32(op, "rows", x.rows())?,
+            cols: to_u32(op, "columns", x.cols())?,
+            eps,
+        })
+    }
+}
+
+fn matrix<'a>(op: &'static str, weight: &'a Weight) -> Result<Matrix<'a>, BackendError> {
+    Ok(Matrix { weight: cuda_weight(op, weight)?, rows: weight.rows(), cols: weight.cols() })
+}
+
+/// Both have the same element type.
+fn ensure_same_elem(op: &'static str, a: View, b: View) -> Result<(), BackendError> {
+    ensure(op, a.elem == b.elem, || (a.elem.dtype().to_string(), b.elem.dtype().to_string()))
+}
+
+impl Backend for CudaBackend {
+    fn info(&self) -> DeviceInfo {
+        let (target, num_units) = (self.kernels.target(), self.device.num_multiprocessors());
+        DeviceInfo {
+            description: format!(
+                "{} ({}, {target}, {num_units} multiprocessors)",
+                self.device.label(),
+                self.device.name()
+            ),
+            isa: target,
+            num_units,
+            memory_available_bytes: self.device.memory_info().map_or(0, |(free, _)| free as u64),
+            shares_memory: false,
+        }
+    }
+
+    fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {
+        self.linear.check_weight(&desc.name, desc.dtype, desc.rows, desc.cols)?;
+        lock(&self.records).clear();
+        let mut pieces = lock(&self.pieces);
+        let pieces = match pieces.as_mut() {
+            Some(pieces) => pieces,
+            None => pieces.insert(PieceUploader::new(&self.device)?),
+        };
+        let stored = CudaWeight::new(upload_stored(&self.device, pieces, &desc, read)?, desc.dtype);
+        let WeightDesc { name, dtype, rows, cols } = desc;
+        let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
+        let weight = if self.activations == Activations::F32 && is_narrow {
+            self.linear.widened(Matrix { weight: &stored, rows, cols }, &name)?
+        } else {
+            stored
+        };
+        Ok(Weight::from_buffer(name, rows, cols, dtype, Box::new(weight)))
+    }
+
+    fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError> {
+        let memory = Arc::new(self.upload_floats(name, data)?);
+        Ok(Tensor::from_buffer(1, data.len(), DType::F32, Box::new(CudaBuffer::over(memory))))
+    }
+
+    fn temp(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
+        self.temporary(rows, cols, Elem::F32)
+    }
+
+    fn activation(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
+        let elem = match self.activations {
+            Activations::Bf16 => Elem::Bf16,
+            Activations::F32 => Elem::F32,
+        };
+        self.temporary(rows, cols, elem)
+    }
+
+    fn logits_rows(&self) -> usize {
+        LOGITS_ROWS
+    }
+
+    fn workspace(&self) -> (usize, u64) {
+        let (temporaries, growths) = self.workspace.held();
+        let kept = self.linear.len_bytes() + lock(&self.batch).len_bytes() + lock(&self.records).len_bytes();
+        (temporaries + kept, growths)
+    }
+
+    fn alloc_kv(&self, spec: &KvPoolSpec) -> Result<KvPool, BackendError> {
+        self.attention.check_pool(spec)?;
+        lock(&self.records).clear();
+        let cols = [spec.block_size, spec.num_kv_heads, spec.head_dim]
+            .into_iter()
+            .try_fold(2_usize, usize::checked_mul)
+            .ok_or_else(|| shape_error("alloc_kv", "a block that fits in memory", format!("{spec:?}")))?;
+        let bytes = checked_bytes("KV pool", spec.dtype, spec.num_blocks, cols)?;
+        let layers = (0..spec.layers_per_group)
+            .map(|_| {
+                let memory = DeviceMemory::zeroed(&self.device, bytes, "the KV pool")?;
+                Ok(Box::new(CudaBuffer::over(Arc::new(memory))) as _)
+            })
+            .collect::<Result<Vec<_>, BackendError>>()?;
+        Ok(KvPool::from_buffers(spec.clone(), layers))
+    }
+
+    fn copy_blocks(&self, kv: &mut KvPool, copies: &[BlockCopy]) -> Result<(), BackendError> {
+        const OP: &str = "copy_blocks";
+        let spec = kv.spec();
+        for copy in copies {
+            ensure(OP, (copy.src.max(copy.dst) as usize) < spec.num_blocks, || {
+                (format!("blocks below {}", spec.num_blocks), format!("{} to {}", copy.src, copy.dst))
+            })?;
+        }
+        let block_bytes = spec.block_bytes() / spec.layers_per_group.max(1);
+        self.device.bind()?;
+        for layer_idx in 0..spec.layers_per_group {
+            let base = self.pool_layer(OP, kv, layer_idx)?.address;
+            let place = |block: u32| base + u64::from(block) * block_bytes as u64;
+            for copy in copies.iter().filter(|copy| copy.src != copy.dst) {
+                // SAFETY: both blocks lie inside the pool, which is borrowed mutably, and do not overlap.
+                unsafe {
+                    result::memcpy_dtod_async(place(copy.dst), place(copy.src), block_bytes, self.device.stream())
+                }
+                .map_err(|error| self.device.fault("copying KV blocks", error))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
+        ensure_batch(&layout, kv)?;
+        // The model is loaded: weights need no way in any more.
+        lock(&self.pieces).take();
+        let device = lock(&self.batch).upload(&layout)?;
+        Ok(DeviceBatch { layout, device: Some(Box::new(device)) })
+    }
+
+    fn begin_forward(&self) {}
+
+    fn end_forward(&self) {}
+
+    fn replay(&self, ids: &[u32], batch: &DeviceBatch) -> Result<Option<Tensor>, BackendError> {
+        const OP: &str = "replay";
+        if !is_recordable(&batch.layout) || ids.len() != batch.layout.num_tokens() {
+            return Ok(None);
+        }
+        let batch_moves = device_batch(OP, batch)?.moves;
+        lock(&self.batch).upload_ids(OP, ids)?;
+        match lock(&self.records).begin(RecordKey { num_tokens: ids.len(), batch_moves })? {
+            Next::Done(hidden) => Ok(Some(hidden)),
+            Next::Run | Next::Record => Ok(None),
+        }
+    }
+
+    fn end_recording(&self, hidden: Tensor) -> Result<Tensor, BackendError> {
+        const OP: &str = "end_recording";
+        let mut records = lock(&self.records);
+        if !records.is_recording() {
+            return Ok(hidden);
+        }
+        ensure(OP, hidden.dtype() == HIDDEN, || (HIDDEN.to_string(), hidden.dtype().to_string()))?;
+        let address = view(OP, &hidden)?.address;
+        records.end(&hidden, address)
+    }
+
+    fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError> {
+        const OP: &str = "embed";
+        ensure_shape(OP, "out", out, ids.len(), table.cols())?;
+        if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
+            return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
+        }
+        // A recorded step's ids are uploaded before it runs.
+        let ids_address = if lock(&self.records).is_recording() {
+            lock(&self.batch).ids_address()
+        } else {
+            lock(&self.batch).upload_ids(OP, ids)?
+        };
+        let num_tokens = to_u32(OP, "tokens", ids.len())?;
+        self.linear.embed(matrix(OP, table)?, ids_address, num_tokens, scale, view_f32(OP, out)?)
+    }
+
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError> {
+        self.norm("rms_norm", x, None, weight, eps, out)
+    }
+
+    fn add_rms_norm(
+        &self,
+        residual: &mut Tensor,
+        x: &Tensor,
+        weight: &Tensor,
+        eps: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "add_rms_norm";
+        ensure_shape(OP, "residual", residual, x.rows(), x.cols())?;
+        self.norm(OP, x, Some(view_f32(OP, residual)?), weight, eps, out)
+    }
+
+    fn add(&self, residual: &mut Tensor, x: &Tensor) -> Result<(), BackendError> {
+        const OP: &str = "add";
+        ensure_shape(OP, "residual", residual, x.rows(), x.cols())?;
+        self.rows.add(view_f32(OP, residual)?, view(OP, x)?, x.rows() * x.cols())
+    }
+
+    fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
+        const OP: &str = "linear";
+        let (num_tokens, cols) = (x.rows(), x.cols());
+        let products = parts
+            .iter()
+            .map(|part| {
+                let rows = part.weight.rows();
+                ensure(OP, part.weight.cols() == cols, || {
+                    (format!("x with {} columns for {}", part.weight.cols(), part.weight.name()), cols.to_string())
+                })?;
+                ensure_shape(OP, "out", part.out, num_tokens, rows)?;
+                part.bias.map_or(Ok(()), |bias| ensure_shape(OP, "bias", bias, 1, rows))?;
+                let bias = part.bias.map(|bias| view_f32(OP, bias)).transpose()?;
+                Ok(Product { matrix: matrix(OP, part.weight)?, bias, out: view(OP, part.out)? })
+            })
+            .collect::<Result<Vec<_>, BackendError>>()?;
+        to_u32(OP, "tokens", num_tokens)?;
+        if num_tokens == 0 {
+            return Ok(());
+        }
+        self.linear.run(&self.rows, view(OP, x)?, num_tokens, cols, &products)
+    }
+
+    fn rope(
+        &self,
+        x: &mut Tensor,
+        head_dim: usize,
+        table: &RopeTable,
+        batch: &DeviceBatch,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "rope";
+        let (cols, pairs) = (x.cols(), table.inv_freq.len());
+        ensure_rope(OP, cols, head_dim, table)?;
+        ensure_shape(OP, "x", x, batch.layout.num_tokens(), cols)?;
+        if pairs == 0 {
+            return Ok(());
+        }
+        let sizes =
+            (to_u32(OP, "tokens", x.rows())?, to_u32(OP, "heads", cols / head_dim)?, to_u32(OP, "elements", head_dim)?);
+        self.attention.rope(view(OP, x)?, sizes, table, device_batch(OP, batch)?)
+    }
+
+    fn kv_write(
+        &self,
+        k: &Tensor,
+        v: &Tensor,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "kv_write";
+        ensure_attention(OP, params, batch, kv.spec())?;
+        let num_tokens = batch.layout.groups[params.group_idx].slot_mapping.len();
+        let cols = params.num_kv_heads * params.head_dim;
+        ensure_shape(OP, "k", k, num_tokens, cols)?;
+        ensure_shape(OP, "v", v, num_tokens, cols)?;
+        let (k, v) = (view(OP, k)?, view(OP, v)?);
+        ensure_same_elem(OP, k, v)?;
+        let group = device_batch(OP, batch)?.groups[params.group_idx];
+        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
+        self.attention.kv_write(k, v, to_u32(OP, "tokens", num_tokens)?, group, pool)
+    }
+
+    fn rope_kv_write(
+        &self,
+        qkv: Qkv,
+        transform: &HeadTransform<'_>,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &mut KvPool,
+    ) -> Result<Tensor, BackendError> {
+        const OP: &str = "rope_kv_write";
+        let Qkv { q, k, v } = qkv;
+        ensure_attention(OP, params, batch, kv.spec())?;
+        let num_tokens = batch.layout.groups[params.group_idx].slot_mapping.len();
+        let (q_cols, kv_cols) = (params.num_heads * params.head_dim, params.num_kv_heads * params.head_dim);
+        ensure_shape(OP, "q", &q, num_tokens, q_cols)?;
+        ensure_shape(OP, "k", &k, num_tokens, kv_cols)?;
+        ensure_shape(OP, "v", &v, num_tokens, kv_cols)?;
+        ensure_rope(OP, q_cols, params.head_dim, transform.rope)?;
+        let norm = |norm: Option<Norm<'_>>| {
+            let placed = norm.map(|norm| {
+                ensure_shape(OP, "norm", norm.weight, 1, params.head_dim)?;
+                Ok::<_, BackendError>((view_f32(OP, norm.weight)?, norm.eps))
+            });
+            placed.transpose()
+        };
+        let task = HeadsTask {
+            q: view(OP, &q)?,
+            k: view(OP, &k)?,
+            v: view(OP, &v)?,
+            q_norm: norm(transform.q_norm)?,
+            k_norm: norm(transform.k_norm)?,
+            rope: transform.rope,
+            num_tokens: to_u32(OP, "tokens", num_tokens)?,
+            num_heads: to_u32(OP, "heads", params.num_heads)?,
+        };
+        ensure_same_elem(OP, task.q, task.k)?;
+        ensure_same_elem(OP, task.q, task.v)?;
+        let device = device_batch(OP, batch)?;
+        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
+        self.attention.heads(&task, device, device.groups[params.group_idx], pool)?;
+        Ok(q)
+    }
+
+    fn attention(
+        &self,
+        q: &Tensor,
+        params: &AttentionParams,
+        batch: &DeviceBatch,
+        kv: &KvPool,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "attention";
+        ensure_attention(OP, params, batch, kv.spec())?;
+        let (cols, num_tokens) = (params.num_heads * params.head_dim, batch.layout.num_tokens());
+        ensure_shape(OP, "q", q, num_tokens, cols)?;
+        ensure_shape(OP, "out", out, num_tokens, cols)?;
+        let (q, out) = (view(OP, q)?, view(OP, out)?);
+        ensure_same_elem(OP, q, out)?;
+        ensure_covered(OP, batch, params.group_idx, params.window, kv.spec().block_size)?;
+        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
+        self.attention.attention(q, params, num_tokens, device_batch(OP, batch)?, pool, out)
+    }
+
+    fn gated_activation(
+        &self,
+        gate: &Tensor,
+        up: &Tensor,
+        act: Activation,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "gated_activation";
+        ensure_shape(OP, "up", up, gate.rows(), gate.cols())?;
+        ensure_shape(OP, "out", out, gate.rows(), gate.cols())?;
+        let count = gate.rows() * gate.cols();
+        let (gate, up, out) = (view(OP, gate)?, view(OP, up)?, view(OP, out)?);
+        ensure_same_elem(OP, gate, up)?;
+        ensure_same_elem(OP, gate, out)?;
+        self.rows.gated(act, gate, up, out, count)
+    }
+
+    fn gather_rows(&self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Result<(), BackendError> {
+        const OP: &str = "gather_rows";
+        let cols = x.cols();
+        ensure_shape(OP, "out", out, rows.len(), cols)?;
+        if let Some(row) = rows.iter().find(|&&row| row as usize >= x.rows()) {
+            return Err(shape_error(OP, format!("rows below {}", x.rows()), row.to_string()));
+        }
+        let (x, out) = (view(OP, x)?, view(OP, out)?);
+        ensure_same_elem(OP, x, out)?;
+        let num_rows = to_u32(OP, "rows", rows.len())?;
+        let rows = lock(&self.batch).upload_ids(OP, rows)?;
+        self.rows.gather(x, rows, num_rows, cols, out)
+    }
+
+    fn scale(&self, x: &mut Tensor, scale: f32) -> Result<(), BackendError> {
+        self.rows.scale(view("scale", x)?, scale, x.rows() * x.cols())
+    }
+
+    fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError> {
+        self.rows.soft_cap(view("soft_cap", x)?, cap, x.rows() * x.cols())
+    }
+
+    fn argmax_rows(&self, x: &Tensor, out: &mut [Option<u32>]) -> Result<bool, BackendError> {
+        const OP: &str = "argmax_rows";
+        ensure(OP, x.rows() == out.len() && x.cols() > 0, || {
+            (format!("{} rows of at least one column", out.len()), format!("[{}, {}]", x.rows(), x.cols()))
+        })?;
+        self.results.argmax(view_f32(OP, x)?, to_u32(OP, "columns", x.cols())?, out)?;
+        Ok(true)
+    }
+
+    fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError> {
+        const OP: &str = "to_host";
+        let count = x.rows() * x.cols();
+        ensure(OP, count == out.len(), || (format!("{count} elements"), out.len().to_string()))?;
+        let (address, _wide) = self.in_f32(OP, x)?;
+        self.results.to_host(address, out)
+    }
+
+    fn for_each_row(&self, x: &mut Tensor, visit: &(dyn Fn(usize, &mut [f32]) + Sync)) -> Result<(), BackendError> {
+        let (address, _wide) = self.in_f32("for_each_row", x)?;
+        self.results.visit(address, x.rows(), x.cols(), visit)
+    }
+
+    fn copy_from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError> {
+        const OP: &str = "copy_from_host";
+        let count = x.rows() * x.cols();
+        ensure(OP, count == data.len(), || (format!("{count} elements"), data.len().to_string()))?;
+        let place = view(OP, x)?;
+        if place.elem == Elem::F32 {
+            return self.write_floats(data, place.address);
+        }
+        let wide = self.workspace.take(count * 4)?;
+        self.write_floats(data, wide.address())?;
+        let wide = View { address: wide.address(), elem: Elem::F32 };
+        self.rows.convert(wide, DType::BF16, place.address, count)
+    }
+}

@@ -1,0 +1,219 @@
+//! The step's layout on the device: one upload into one range. Everything whose size follows from the numbers of
+//! tokens and sequences lies in front, so that equal numbers give equal addresses and recorded forwards can be
+//! run again; block tables lie behind. Knows no kernel.
+//!
+//! ```text
+//! words  positions [T]  token_seq [T]  { slots [T]  table_start [S + 1] } per group
+//!        query_start [S + 1]  seq_lens [S]  block tables of all groups
+//! ```
+//! `table_start` counts from the first table of the first group.
+
+use crate::device::Device;
+use crate::memory::DeviceMemory;
+use crate::staging::UploadRing;
+use pagemill_backend::check::{ensure, shape_error};
+use pagemill_backend::{BackendError, BatchLayout, DeviceBatch, DeviceBuffer};
+use std::any::Any;
+use std::sync::{Arc, Mutex, PoisonError};
+
+/// Room for the layout at first: block tables of 4 million blocks.
+const BATCH_BYTES: usize = 16 << 20;
+/// Room for ids or row numbers: the most tokens that a step may have.
+pub(crate) const MAX_TOKENS: usize = 1 << 20;
+
+/// Where the step's metadata goes.
+pub(crate) struct BatchMemory {
+    device: Arc<Device>,
+    layout: Arc<DeviceMemory>,
+    ids: DeviceMemory,
+    ring: UploadRing,
+    /// How often `layout` has moved.
+    moves: u64,
+    /// Batches so far.
+    serial: u64,
+    token_seq: Vec<u32>,
+    table_starts: Vec<Vec<u32>>,
+}
+
+/// A group's part of the device's copy.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct GroupPlace {
+    /// `[T]`.
+    pub(crate) slots: u64,
+    /// `[S + 1]`, into `tables`.
+    pub(crate) table_start: u64,
+}
+
+/// The device's copy of a layout: all that any attention kernel reads of a batch.
+#[allow(dead_code)] // the plain kernel reads less than tiled and split ones do
+pub(crate) struct CudaBatch {
+    memory: Arc<DeviceMemory>,
+    /// `[T]`.
+    pub(crate) positions: u64,
+    /// `[T]` which sequence a token belongs to.
+    pub(crate) token_seq: u64,
+    /// `[S + 1]`.
+    pub(crate) query_start: u64,
+    /// `[S]`.
+    pub(crate) seq_lens: u64,
+    /// Block ids.
+    pub(crate) tables: u64,
+    /// One for each cache group.
+    pub(crate) groups: Vec<GroupPlace>,
+    /// The longest sequence, in tokens.
+    pub(crate) max_seq_len: u32,
+    /// Different for every batch.
+    pub(crate) serial: u64,
+    /// Changes whenever the addresses above do, for equal numbers of tokens and sequences.
+    pub(crate) moves: u64,
+    /// (group, window) whose tables are known to hold every block in sight.
+    covered: Mutex<Vec<(usize, Option<usize>)>>,
+}
+
+impl DeviceBuffer for CudaBatch {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.memory.len()
+    }
+}
+
+impl BatchMemory {
+    /// Takes the ranges.
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, BackendError> {
+        Ok(Self {
+            device: Arc::clone(device),
+            layout: Arc::new(DeviceMemory::take(device, BATCH_BYTES, "batches")?),
+            ids: DeviceMemory::take(device, MAX_TOKENS * 4, "token ids")?,
+            ring: UploadRing::new(device)?,
+            moves: 0,
+            serial: 0,
+            token_seq: Vec::new(),
+            table_starts: Vec::new(),
+        })
+    }
+
+    /// Bytes held.
+    pub(crate) fn len_bytes(&self) -> usize {
+        self.layout.len() + self.ids.len()
+    }
+
+    /// Uploads a layout that was checked.
+    pub(crate) fn upload(&mut self, layout: &BatchLayout) -> Result<CudaBatch, BackendError> {
+        self.derive(layout);
+        self.serial += 1;
+        let mut parts: Vec<&[u32]> = vec![&layout.positions, &self.token_seq];
+        for (group, starts) in layout.groups.iter().zip(&self.table_starts) {
+            parts.extend([group.slot_mapping.as_slice(), starts]);
+        }
+        parts.extend([layout.query_start.as_slice(), &layout.seq_lens]);
+        let num_fixed = parts.len();
+        parts.extend(layout.groups.iter().map(|group| group.block_table.as_slice()));
+        let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
+        if len > self.layout.len() {
+            let grown = DeviceMemory::take(&self.device, len.next_power_of_two(), "batches")?;
+            self.layout = Arc::new(grown);
+            self.moves += 1;
+        }
+        let mut address = self.layout.address();
+        // SAFETY: the range is at least `len` bytes long and used on this stream only.
+        unsafe { self.ring.upload(&parts, address) }?;
+        let mut places = parts[..num_fixed].iter().map(|part| {
+            let place = address;
+            address += part.len() as u64 * 4;
+            place
+        });
+        let mut place = || places.next().unwrap_or(0);
+        let (positions, token_seq) = (place(), place());
+        let groups = layout.groups.iter().map(|_| GroupPlace { slots: place(), table_start: place() }).collect();
+        let (query_start, seq_lens) = (place(), place());
+        Ok(CudaBatch {
+            memory: Arc::clone(&self.layout),
+            positions,
+            token_seq,
+            query_start,
+            seq_lens,
+            tables: address,
+            groups,
+            max_seq_len: layout.seq_lens.iter().copied().max().unwrap_or(0),
+            serial: self.serial,
+            moves: self.moves,
+            covered: Mutex::default(),
+        })
+    }
+
+    /// Fills `token_seq` and `table_starts`.
+    fn derive(&mut self, layout: &BatchLayout) {
+        self.token_seq.clear();
+        for (seq, tokens) in (0u32..).zip(layout.query_start.windows(2)) {
+            self.token_seq.extend((tokens[0]..tokens[1]).map(|_| seq));
+        }
+        self.table_starts.resize_with(layout.groups.len(), Vec::new);
+        let mut before = 0;
+        for (starts, group) in self.table_starts.iter_mut().zip(&layout.groups) {
+            starts.clear();
+            starts.extend(group.block_table_start.iter().map(|start| start + before));
+            before += group.block_table_start.last().copied().unwrap_or(0);
+        }
+    }
+
+    /// Uploads ids, or row numbers; the last ones are overwritten. Gives their address.
+    pub(crate) fn upload_ids(&mut self, op: &'static str, ids: &[u32]) -> Result<u64, BackendError> {
+        ensure(op, ids.len() <= MAX_TOKENS, || (format!("at most {MAX_TOKENS} rows"), ids.len().to_string()))?;
+        // SAFETY: the range holds MAX_TOKENS words and is used on this stream only.
+        unsafe { self.ring.upload(&[ids], self.ids.address()) }?;
+        Ok(self.ids.address())
+    }
+
+    /// Where the last ids lie.
+    pub(crate) fn ids_address(&self) -> u64 {
+        self.ids.address()
+    }
+}
+
+/// The device's copy of a batch.
+pub(crate) fn device_batch<'a>(op: &'static str, batch: &'a DeviceBatch) -> Result<&'a CudaBatch, BackendError> {
+    batch
+        .device
+        .as_ref()
+        .and_then(|device| device.as_any().downcast_ref())
+        .ok_or_else(|| shape_error(op, "a batch uploaded to the cuda device", "one of another device"))
+}
+
+/// Every position that a query token sees has a block. Looked up once for each group and window of a batch.
+pub(crate) fn ensure_covered(
+    op: &'static str,
+    batch: &DeviceBatch,
+    group_idx: usize,
+    window: Option<usize>,
+    block_size: usize,
+) -> Result<(), BackendError> {
+    let device = device_batch(op, batch)?;
+    let mut covered = device.covered.lock().unwrap_or_else(PoisonError::into_inner);
+    if covered.contains(&(group_idx, window)) {
+        return Ok(());
+    }
+    let (layout, group) = (&batch.layout, &batch.layout.groups[group_idx]);
+    for seq in 0..layout.num_seqs() {
+        let num_tokens = (layout.query_start[seq + 1] - layout.query_start[seq]) as usize;
+        let end = layout.seq_lens[seq] as usize;
+        if num_tokens == 0 {
+            continue;
+        }
+        let first_query = end - num_tokens;
+        let begin = window.map_or(0, |window| (first_query + 1).saturating_sub(window));
+        let table = &group.block_table[group.block_table_start[seq] as usize..];
+        let in_sight = &table[begin / block_size..end.div_ceil(block_size)];
+        ensure(op, !in_sight.contains(&u32::MAX), || {
+            ("a block for each position in sight".into(), format!("sequence {seq} lacks one"))
+        })?;
+    }
+    covered.push((group_idx, window));
+    Ok(())
+}

@@ -1,0 +1,191 @@
+//! The driver, one device's context and its streams; faults of the driver as this workspace's errors. Decides
+//! whether there is a device at all. Knows no memory and no kernel.
+
+use cudarc::driver::{result, sys};
+use pagemill_backend::BackendError;
+use std::ffi::c_void;
+
+/// A GPU whose primary context this process holds.
+pub(crate) struct Device {
+    ordinal: i32,
+    handle: sys::CUdevice,
+    context: sys::CUcontext,
+    stream: sys::CUstream,
+    name: String,
+    capability: (i32, i32),
+    num_multiprocessors: usize,
+}
+
+// SAFETY: context and stream are handles that the driver lets any thread use; every entry binds the
+// context to the calling thread first.
+unsafe impl Send for Device {}
+// SAFETY: as for Send.
+unsafe impl Sync for Device {}
+
+/// Devices that the driver shows; 0 where there is no driver.
+///
+/// # Errors
+/// A driver that is there but does not start, in its own words.
+pub(crate) fn count_devices() -> Result<usize, BackendError> {
+    // SAFETY: looks for the library only; loading it runs its own initialisers.
+    if !unsafe { sys::is_culib_present() } {
+        return Ok(0);
+    }
+    match result::init() {
+        Ok(()) => {}
+        // A driver without a device, and the stub that build machines have.
+        Err(error)
+            if matches!(error.0, sys::CUresult::CUDA_ERROR_NO_DEVICE | sys::CUresult::CUDA_ERROR_STUB_LIBRARY) =>
+        {
+            return Ok(0);
+        }
+        Err(error) => return Err(driver_fault("cuda", "starting the driver", error)),
+    }
+    let count = result::device::get_count().map_err(|error| driver_fault("cuda", "counting devices", error))?;
+    Ok(usize::try_from(count).unwrap_or(0))
+}
+
+/// What the driver said while it did `what`.
+pub(crate) fn driver_fault(device: &str, what: &str, error: result::DriverError) -> BackendError {
+    let said = error.error_string().map(|text| text.to_string_lossy().into_owned());
+    let detail = format!("{what}: {}", said.unwrap_or_else(|_| format!("{error:?}")));
+    BackendError::Device { device: device.to_owned(), detail }
+}
+
+impl Device {
+    /// Opens device `ordinal` and makes a stream on it.
+    pub(crate) fn open(ordinal: usize) -> Result<Self, BackendError> {
+        let label = format!("cuda:{ordinal}");
+        let count = count_devices()?;
+        let refuse = |detail: String| Err(BackendError::Device { device: label.clone(), detail });
+        if count == 0 {
+            return refuse("no NVIDIA driver or no GPU on this machine".into());
+        }
+        if ordinal >= count {
+            return refuse(format!("there is no such device; this machine has {count}"));
+        }
+        let ordinal = i32::try_from(ordinal).unwrap_or(i32::MAX);
+        let fault = |what: &'static str| {
+            let label = label.clone();
+            move |error| driver_fault(&label, what, error)
+        };
+        let handle = result::device::get(ordinal).map_err(fault("opening the device"))?;
+        let attribute = |attribute| {
+            // SAFETY: `handle` was just given by the driver.
+            unsafe { result::device::get_attribute(handle, attribute) }.map_err(fault("reading its attributes"))
+        };
+        use sys::CUdevice_attribute_enum as Attribute;
+        let capability = (
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        );
+        let multiprocessors = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let name = result::device::get_name(handle).map_err(fault("reading its name"))?;
+        // SAFETY: `handle` is a device; the context is released in `drop`.
+        let context = unsafe { result::primary_ctx::retain(handle) }.map_err(fault("creating its context"))?;
+        // SAFETY: the context was just retained.
+        unsafe { result::ctx::set_current(context) }.map_err(fault("binding its context"))?;
+        let stream =
+            result::stream::create(result::stream::StreamKind::NonBlocking).map_err(fault("creating a stream"))?;
+        let num_multiprocessors = usize::try_from(multiprocessors).unwrap_or(1);
+        Ok(Self { ordinal, handle, context, stream, name, capability, num_multiprocessors })
+    }
+
+    /// `cuda:0`.
+    pub(crate) fn label(&self) -> String {
+        format!("cuda:{}", self.ordinal)
+    }
+
+    /// As the vendor names it.
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// Compute capability, major and minor.
+    pub(crate) fn capability(&self) -> (i32, i32) {
+        self.capability
+    }
+
+    /// Multiprocessors.
+    pub(crate) fn num_multiprocessors(&self) -> usize {
+        self.num_multiprocessors
+    }
+
+    /// The stream on which every op runs.
+    pub(crate) fn stream(&self) -> sys::CUstream {
+        self.stream
+    }
+
+    /// Makes the context the calling thread's.
+    pub(crate) fn bind(&self) -> Result<(), BackendError> {
+        // SAFETY: the context is retained as long as `self` lives.
+        unsafe { result::ctx::set_current(self.context) }.map_err(|error| self.fault("binding its context", error))
+    }
+
+    /// What the driver said while it did `what`.
+    pub(crate) fn fault(&self, what: &str, error: result::DriverError) -> BackendError {
+        driver_fault(&self.label(), what, error)
+    }
+
+    /// A fault in our own words.
+    pub(crate) fn broken(&self, detail: impl Into<String>) -> BackendError {
+        BackendError::Device { device: self.label(), detail: detail.into() }
+    }
+
+    /// Waits until everything on the stream is done; a kernel's fault is told here.
+    pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        unsafe { result::stream::synchronize(self.stream) }.map_err(|error| self.fault("a step on the device", error))
+    }
+
+    /// Free and total bytes of device memory.
+    pub(crate) fn memory_info(&self) -> Result<(usize, usize), BackendError> {
+        self.bind()?;
+        result::mem_get_info().map_err(|error| self.fault("reading its memory", error))
+    }
+
+    /// Launches `function` with one struct as its argument.
+    ///
+    /// # Safety
+    /// `A` repeats the struct of the kernel behind `function`, field by field; every pointer in it is valid for
+    /// what the kernel reads and writes, up to the kernel's end on this device's stream; the block size is one
+    /// that the kernel was written for.
+    pub(crate) unsafe fn launch<A: Copy>(
+        &self,
+        function: sys::CUfunction,
+        grid: (u32, u32),
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<(), BackendError> {
+        if grid.0 == 0 || grid.1 == 0 {
+            return Ok(());
+        }
+        self.bind()?;
+        let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies the one argument during the call; the rest is this function's contract.
+        unsafe {
+            result::launch_kernel(
+                function,
+                (grid.0, grid.1, 1),
+                (threads, 1, 1),
+                shared_bytes,
+                self.stream,
+                &mut params,
+            )
+        }
+        .map_err(|error| self.fault("launching a kernel", error))
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // Nothing can be done about a driver that refuses to let go.
+        let _ = self.synchronize();
+        // SAFETY: made in `open` and used by nobody any more: buffers hold the device by `Arc`.
+        let _ = unsafe { result::stream::destroy(self.stream) };
+        // SAFETY: retained in `open`.
+        let _ = unsafe { result::primary_ctx::release(self.handle) };
+    }
+}

@@ -1,0 +1,10 @@
+//! Every op of the CUDA device against the CPU's, and the zoo through the whole engine. Where there is no GPU each
+//! test says so and ends.
+#![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
+#![allow(clippy::explicit_write)] // the harness would hold back what eprintln! says
+
+mod attention;
+mod linear;
+mod rows;
+mod support;
+mod zoo;

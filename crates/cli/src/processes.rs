@@ -1,0 +1,36 @@
+//! What this process is when a launcher such as mpirun has started several: rank 0, which serves, or one of
+//! the others. The rest of the program sees no MPI: the feature `mpi` chooses the file that does.
+
+use crate::config::Config;
+use anyhow::Result;
+use pagemill_mpi::World;
+
+#[cfg(feature = "mpi")]
+#[path = "processes/linked.rs"]
+mod parts;
+#[cfg(not(feature = "mpi"))]
+#[path = "processes/unlinked.rs"]
+mod parts;
+
+pub use parts::{Following, Leading};
+
+/// This process's part.
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // one process is always alone
+pub enum Part {
+    /// No launcher: all ranks are threads of this process.
+    Alone,
+    /// Rank 0 of several processes.
+    Leading(Leading),
+    /// Another rank.
+    Following(Following),
+}
+
+/// Finds out from the environment, and joins the other processes if there are any. Rank 0 lets them in on
+/// `rank_port`; 0: any free port.
+///
+/// # Errors
+/// An environment that does not fit the configuration; processes that do not find each other.
+pub fn join(config: &Config, rank_port: u16) -> Result<Part> {
+    let world = World::from_environment(&|name| std::env::var(name).ok(), config.engine.parallel)?;
+    world.map_or(Ok(Part::Alone), |world| parts::join(world, config, rank_port))
+}

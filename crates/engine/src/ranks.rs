@@ -1,0 +1,163 @@
+//! Brings the ranks up: each loads its share on a thread of its own and rehearses the largest step
+//! together with the others. Decides what a failure of one means for all; sizes nothing.
+
+use crate::limits::{Limits, pool_spec};
+use crate::pipeline::panic_message;
+use crate::warm_up::{LargestStep, largest_step};
+use crate::worker::{PaddingBlocks, Worker};
+use crate::{EngineConfig, EngineError};
+use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+/// How often progress is told while several ranks load.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(20);
+
+/// Rehearsals of a rank among others. A stage of few layers has not used every buffer in every place
+/// after the first.
+const REHEARSALS: usize = 3;
+
+/// What every rank is brought up from.
+pub(crate) struct BringUp<'a> {
+    pub(crate) checkpoint: &'a Checkpoint,
+    pub(crate) spec: &'a ModelSpec,
+    pub(crate) config: &'a EngineConfig,
+    pub(crate) limits: &'a Limits,
+    pub(crate) stages: &'a [Stage],
+}
+
+/// A rank that has loaded and rehearsed.
+pub(crate) struct ReadyRank {
+    pub(crate) worker: Worker,
+    pub(crate) weight_bytes: u64,
+    pub(crate) workspace_bytes: u64,
+}
+
+/// Bytes read so far, and in all.
+#[derive(Default)]
+struct Progress {
+    done: AtomicU64,
+    total: AtomicU64,
+}
+
+impl BringUp<'_> {
+    /// Loads all ranks, stage by stage in `contexts`. One rank loads on the calling thread.
+    ///
+    /// # Errors
+    /// The first rank's that failed; the others are woken and give up.
+    pub(crate) fn run(
+        &self,
+        contexts: Vec<RankContext>,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<Vec<ReadyRank>, EngineError> {
+        let logits_rows = contexts.iter().map(|cx| cx.backend.logits_rows()).max().unwrap_or(1);
+        let largest = largest_step(self.limits, self.config.block_size, logits_rows);
+        if let ([cx], [stage]) = (contexts.as_slice(), self.stages) {
+            return Ok(vec![self.bring_up(cx, stage, &largest, progress)?]);
+        }
+        let ranks_per_stage = contexts.len() / self.stages.len().max(1);
+        let first_error: Mutex<Option<EngineError>> = Mutex::new(None);
+        let counters: Vec<Progress> = contexts.iter().map(|_| Progress::default()).collect();
+        let num_left = AtomicUsize::new(contexts.len());
+        let ready: Vec<Option<ReadyRank>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = contexts
+                .iter()
+                .enumerate()
+                .map(|(at, cx)| {
+                    let (stage, counter) = (&self.stages[at / ranks_per_stage], &counters[at]);
+                    let (largest, first_error, num_left) = (&largest, &first_error, &num_left);
+                    scope.spawn(move || {
+                        let result = self.bring_up_caught(cx, stage, largest, counter);
+                        num_left.fetch_sub(1, Ordering::Release);
+                        result
+                            .map_err(|error| {
+                                let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
+                                let first = first.get_or_insert(error);
+                                cx.collective.abort(&format!("rank {at} could not start: {first}"));
+                            })
+                            .ok()
+                    })
+                })
+                .collect();
+            while num_left.load(Ordering::Acquire) > 0 {
+                std::thread::sleep(PROGRESS_PERIOD);
+                tell(&counters, progress);
+            }
+            // A rank's panics are caught inside.
+            threads.into_iter().map(|thread| thread.join().ok().flatten()).collect()
+        });
+        if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            return Err(error);
+        }
+        let gone = || EngineError::Internal("a rank ended while it was loading".into());
+        ready.into_iter().map(|rank| rank.ok_or_else(gone)).collect()
+    }
+
+    /// Loads one rank, whose peers are brought up elsewhere at the same time, on the calling thread.
+    ///
+    /// # Errors
+    /// Its own failure or a peer's; its peers are woken and give up.
+    pub(crate) fn run_one(
+        &self,
+        cx: &RankContext,
+        stage: &Stage,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<ReadyRank, EngineError> {
+        let largest = largest_step(self.limits, self.config.block_size, cx.backend.logits_rows());
+        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, &largest, progress)))
+            .unwrap_or_else(|panic| Err(panicked(&*panic)))
+            .inspect_err(|error| cx.collective.abort(&format!("a rank could not start: {error}")))
+    }
+
+    fn bring_up_caught(
+        &self,
+        cx: &RankContext,
+        stage: &Stage,
+        largest: &LargestStep,
+        counter: &Progress,
+    ) -> Result<ReadyRank, EngineError> {
+        let tell = |progress: LoadProgress| {
+            counter.total.store(progress.bytes_total, Ordering::Relaxed);
+            counter.done.store(progress.bytes_done, Ordering::Relaxed);
+        };
+        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, largest, &tell)))
+            .unwrap_or_else(|panic| Err(panicked(&*panic)))
+    }
+
+    /// Loads one rank and rehearses the largest step on a pool that holds just that step: what it leaves
+    /// in the workspace is what any later step needs.
+    fn bring_up(
+        &self,
+        cx: &RankContext,
+        stage: &Stage,
+        largest: &LargestStep,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<ReadyRank, EngineError> {
+        let model = pagemill_model::load_stage(self.checkpoint, cx, stage, progress)?;
+        let weight_bytes = model.weight_bytes();
+        let ranks_per_stage = cx.collective.world_size();
+        let pool = pool_spec(self.spec, self.config, stage, ranks_per_stage, largest.num_blocks);
+        let pool = cx.backend.alloc_kv(&pool)?;
+        let mut worker = Worker::new(cx.clone(), model, pool, PaddingBlocks::default(), self.limits.max_batch_tokens);
+        // The same number on every rank: they rehearse together.
+        let times = if ranks_per_stage * stage.count == 1 { 1 } else { REHEARSALS };
+        cx.backend.rehearse(true);
+        let rehearsed = (0..times).try_for_each(|_| worker.run(&largest.input).map(|_| ()));
+        cx.backend.rehearse(false);
+        rehearsed?;
+        Ok(ReadyRank { worker, weight_bytes, workspace_bytes: cx.backend.workspace().0 as u64 })
+    }
+}
+
+fn panicked(panic: &(dyn std::any::Any + Send)) -> EngineError {
+    EngineError::Internal(format!("a rank panicked while loading: {}", panic_message(panic)))
+}
+
+fn tell(counters: &[Progress], progress: &dyn Fn(LoadProgress)) {
+    let sum = |of: fn(&Progress) -> &AtomicU64| counters.iter().map(|c| of(c).load(Ordering::Relaxed)).sum::<u64>();
+    // The totals last: a rank states its own before it counts anything.
+    let bytes_done = sum(|counter| &counter.done);
+    progress(LoadProgress { bytes_done, bytes_total: sum(|counter| &counter.total) });
+}

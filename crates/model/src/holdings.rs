@@ -1,0 +1,119 @@
+//! What a stage's ranks hold of a checkpoint, and whether a model allows a layout at all: answered from
+//! names, shapes and types before a weight is read.
+
+use crate::decoder::DecoderSpec;
+use crate::names::Spelling;
+use crate::shard::{Shard, ShardError};
+use crate::stage::{Costs, balance};
+use crate::weights::dtype_of;
+use crate::{ModelError, ParallelMode, Stage};
+use pagemill_formats::{TensorInfo, Weights};
+
+/// Tokens of a step for which the embedding is counted, a row each: it is looked up, not read whole.
+const EMBEDDED_TOKENS: u64 = 64;
+
+/// A stage's part of one model.
+#[derive(Clone, Copy)]
+pub(crate) struct Holdings<'a> {
+    pub(crate) stage: &'a Stage,
+    pub(crate) num_layers: usize,
+    pub(crate) tied_embeddings: bool,
+}
+
+impl Holdings<'_> {
+    /// Whether the embedding is held.
+    pub(crate) fn has_embedding(&self) -> bool {
+        self.stage.is_first() || (self.stage.is_last() && self.tied_embeddings)
+    }
+
+    /// Whether other stages hold this tensor, and this one does not.
+    pub(crate) fn is_elsewhere(&self, spelling: Spelling, name: &str) -> bool {
+        match spelling.layer_of(name) {
+            Some(layer) => layer < self.num_layers && !self.stage.layers.contains(&layer),
+            None if name == spelling.outer("model.embed_tokens", "weight") => !self.has_embedding(),
+            None => {
+                !self.stage.is_last()
+                    && ["model.norm", "lm_head"].iter().any(|module| name == spelling.outer(module, "weight"))
+            }
+        }
+    }
+}
+
+/// The stages of `mode`, balanced by the bytes of weights that a step reads.
+///
+/// # Errors
+/// [`ModelError::Parallel`] naming the numbers that do not fit together.
+pub(crate) fn plan_stages(
+    spec: &DecoderSpec,
+    weights: &Weights,
+    spelling: Spelling,
+    mode: ParallelMode,
+) -> Result<Vec<Stage>, ModelError> {
+    check_tensor_parallel(spec, weights, spelling, mode.tensor_parallel)?;
+    let count = mode.pipeline_parallel;
+    balance(&costs(spec, weights, spelling), count).ok_or_else(|| ModelError::Parallel {
+        key: "pipeline_parallel",
+        value: count,
+        detail: match count {
+            0 => "a pipeline has at least one stage".into(),
+            _ => format!("{} layers do not make {count} stages of at least one layer", spec.layer_kinds.len()),
+        },
+    })
+}
+
+fn costs(spec: &DecoderSpec, weights: &Weights, spelling: Spelling) -> Costs {
+    let bytes = |module| weights.get(&spelling.outer(module, "weight")).map_or(0, TensorInfo::num_bytes);
+    let embedding = bytes("model.embed_tokens");
+    let mut layers = vec![0u64; spec.layer_kinds.len()];
+    for info in weights.tensors() {
+        if let Some(cost) = spelling.layer_of(info.name()).and_then(|layer| layers.get_mut(layer)) {
+            *cost = cost.saturating_add(info.num_bytes());
+        }
+    }
+    Costs {
+        layers,
+        embedding: embedding / (spec.vocab_size.max(1) as u64) * EMBEDDED_TOKENS,
+        head: if spec.tied_embeddings { embedding } else { bytes("lm_head") },
+    }
+}
+
+/// The cuts that loading makes, tried for the last rank: heads, and features on quantisation borders.
+fn check_tensor_parallel(
+    spec: &DecoderSpec,
+    weights: &Weights,
+    spelling: Spelling,
+    world_size: usize,
+) -> Result<(), ModelError> {
+    let refuse = |detail: String| ModelError::Parallel { key: "tensor_parallel", value: world_size, detail };
+    if world_size == 0 {
+        return Err(refuse("a stage has at least one rank".into()));
+    }
+    if world_size == 1 {
+        return Ok(());
+    }
+    let shard = Shard { rank: world_size - 1, world_size };
+    let heads = shard.heads(spec.num_heads, spec.num_kv_heads).map_err(|error| refuse(error.to_string()))?.heads;
+    let attention_features = heads.len() * spec.head_dim;
+    for layer in 0..spec.layer_kinds.len() {
+        let granule = |module: &str| {
+            let name = spelling.in_layer(layer, module, "weight");
+            let info = weights.get(&name)?;
+            Some((name, dtype_of(info.tensor_type()?).block_elems()))
+        };
+        if let Some((name, granule)) = granule("self_attn.o_proj")
+            && !attention_features.is_multiple_of(granule)
+        {
+            return Err(refuse(format!(
+                "{} heads of {} features each rank do not end on the blocks of {granule} of {name}",
+                heads.len(),
+                spec.head_dim
+            )));
+        }
+        if let Some((name, granule)) = granule("mlp.down_proj") {
+            shard
+                .features(spec.intermediate_size, granule)
+                .map_err(|error: ShardError| refuse(format!("{name}: {error}")))?;
+        }
+    }
+    Ok(())
+}

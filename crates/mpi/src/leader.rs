@@ -1,0 +1,332 @@
+//! Rank 0 towards the other processes: sends them plans, takes their outputs and counters, and watches over
+//! them. Decides when a rank counts as lost, and what follows from it for all; what a plan holds is the
+//! scheduler's.
+
+use crate::addresses::host_name;
+use crate::error::{LinkError, ProcessError};
+use crate::frame::Frame;
+use crate::link::{FrameReceiver, FrameSender, HEARTBEAT_EVERY};
+use crate::rendezvous::{Admitted, RankIdentity, Reception};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use pagemill_backend::Collective;
+use pagemill_engine::{
+    BuiltEngine, Checkpoint, EngineConfig, LoadProgress, LoadedRank, NextStep, RankContext, RankMemory, RemoteEnds,
+    RemoteRanks,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+const POLL: Duration = Duration::from_millis(50);
+
+/// Rank 0 while the world comes up.
+pub struct Leader {
+    shared: Arc<Shared>,
+    remote: RemoteRanks,
+    /// What ranks say on their way up: which rank, what.
+    milestones: Receiver<(usize, Frame)>,
+    /// Of ranks `1..`: host, and memory before anybody loaded.
+    hosts: Vec<(String, u64)>,
+    own: RankIdentity,
+    watch: Watch,
+}
+
+/// Rank 0's threads towards the others: they run until the engine ends or a rank is lost.
+pub struct Watch {
+    shared: Arc<Shared>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+/// What the threads share.
+struct Shared {
+    senders: Vec<FrameSender>,
+    /// `rank 2 on host b`.
+    names: Vec<String>,
+    collective: Arc<dyn Collective>,
+    ends: RemoteEnds,
+    /// Everybody has been told to end: what closes from now on is not lost.
+    has_ended: AtomicBool,
+    is_failing: AtomicBool,
+}
+
+impl Leader {
+    /// Waits until all other ranks have come in, and begins to watch over them. `collective` is aborted
+    /// when one is lost.
+    ///
+    /// # Errors
+    /// A rank that does not come, or that loads something else.
+    pub fn admit(
+        reception: Reception,
+        own: RankIdentity,
+        collective: Arc<dyn Collective>,
+    ) -> Result<Self, ProcessError> {
+        let admitted = reception.admit(&own)?;
+        let (remote, ends) = RemoteRanks::new(admitted.len());
+        let (milestone_sender, milestones) = bounded(2 * admitted.len().max(1));
+        let hosts = admitted.iter().map(|rank| (rank.hello.host.clone(), rank.hello.available_bytes)).collect();
+        let names = admitted.iter().map(|rank| format!("rank {} on {}", rank.hello.rank, rank.hello.host)).collect();
+        let (senders, receivers): (Vec<_>, Vec<_>) =
+            admitted.into_iter().map(|Admitted { sender, receiver, .. }| (sender, receiver)).unzip();
+        let shared = Arc::new(Shared {
+            senders,
+            names,
+            collective,
+            ends,
+            has_ended: AtomicBool::new(false),
+            is_failing: AtomicBool::new(false),
+        });
+        let mut watch = Watch { shared: Arc::clone(&shared), threads: Vec::new() };
+        let speaker = Arc::clone(&shared);
+        watch.spawn("pagemill-plans".into(), move || speaker.speak())?;
+        for (receiver, rank) in receivers.into_iter().zip(1..) {
+            let (listener, sender) = (Arc::clone(&shared), milestone_sender.clone());
+            watch.spawn(format!("pagemill-rank-{rank}"), move || listener.listen(rank, receiver, &sender))?;
+        }
+        Ok(Self { shared, remote, milestones, hosts, own, watch })
+    }
+
+    /// To end the world while it comes up: see [`Stop`].
+    #[must_use]
+    pub fn stop(&self) -> Stop {
+        Stop(Arc::clone(&self.shared))
+    }
+
+    /// Loads rank 0's share beside the others', sizes the pools and builds the engine. Blocks for seconds.
+    ///
+    /// # Errors
+    /// Whatever keeps any rank from starting; the others are told.
+    pub fn build(
+        self,
+        checkpoint: &Checkpoint,
+        cx: &RankContext,
+        config: &EngineConfig,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<(BuiltEngine, Watch), ProcessError> {
+        let shared = Arc::clone(&self.shared);
+        self.build_untold(checkpoint, cx, config, progress).map_err(|error| {
+            // What was heard from another rank first is the cause, and has been told.
+            let reason = shared.ends.failure().map(str::to_owned);
+            shared.fail(&format!("rank 0 on {}: {error}", host_name()), None);
+            reason.map_or(error, |reason| ProcessError::Lost { reason })
+        })
+    }
+
+    fn build_untold(
+        self,
+        checkpoint: &Checkpoint,
+        cx: &RankContext,
+        config: &EngineConfig,
+        progress: &dyn Fn(LoadProgress),
+    ) -> Result<(BuiltEngine, Watch), ProcessError> {
+        let mut rank = LoadedRank::load(checkpoint, cx, 0, config, progress)?;
+        let memories = self.memories(&rank)?;
+        let plan = rank.size(&memories)?;
+        let num_blocks = plan.num_blocks as u64;
+        self.shared.tell(&Frame::Pool { num_blocks });
+        let rank = rank.settle(plan.num_blocks)?;
+        self.gather("ready", |frame| matches!(frame, Frame::Ready).then_some(()))?;
+        let built = rank.into_engine(plan, self.remote)?;
+        Ok((built, self.watch))
+    }
+
+    /// All ranks' memory, in rank order.
+    fn memories(&self, own: &LoadedRank) -> Result<Vec<RankMemory>, ProcessError> {
+        let others = self.gather("loaded", |frame| match frame {
+            Frame::Loaded { weight_bytes, workspace_bytes } => Some((weight_bytes, workspace_bytes)),
+            _ => None,
+        })?;
+        let own = ((host_name(), self.own.available_bytes), own.bytes());
+        let all = std::iter::once(own).chain(self.hosts.iter().cloned().zip(others));
+        Ok(all
+            .map(|((host, available_bytes), (weight_bytes, workspace_bytes))| RankMemory {
+                host,
+                available_bytes,
+                weight_bytes,
+                workspace_bytes,
+            })
+            .collect())
+    }
+
+    /// One milestone of every other rank, in rank order. Waits as long as all are alive.
+    fn gather<T>(&self, expected: &'static str, read: impl Fn(Frame) -> Option<T>) -> Result<Vec<T>, ProcessError> {
+        let mut found: Vec<Option<T>> = self.hosts.iter().map(|_| None).collect();
+        while found.iter().any(Option::is_none) {
+            match self.milestones.recv_timeout(POLL) {
+                Ok((rank, frame)) => {
+                    let got = frame_name(&frame);
+                    let place = found.get_mut(rank - 1).filter(|place| place.is_none());
+                    match place.zip(read(frame)) {
+                        Some((place, value)) => *place = Some(value),
+                        None => return Err(ProcessError::OutOfTurn { rank, expected, got: got.into() }),
+                    }
+                }
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => {
+                    if let Some(reason) = self.shared.ends.failure() {
+                        return Err(ProcessError::Lost { reason: reason.to_owned() });
+                    }
+                }
+            }
+        }
+        Ok(found.into_iter().flatten().collect())
+    }
+}
+
+/// Ends a world that is still coming up, and looks at it from other threads.
+#[derive(Clone)]
+pub struct Stop(Arc<Shared>);
+
+impl Stop {
+    /// The other processes end in order.
+    pub fn stop(&self) {
+        self.0.shut_down();
+    }
+
+    /// Whether a rank failed.
+    #[must_use]
+    pub fn is_lost(&self) -> bool {
+        self.0.ends.failure().is_some()
+    }
+}
+
+impl Watch {
+    fn spawn(&mut self, name: String, body: impl FnOnce() + Send + 'static) -> Result<(), ProcessError> {
+        let thread = std::thread::Builder::new()
+            .name(name)
+            .spawn(body)
+            .map_err(|source| ProcessError::System { what: "starting a thread for a rank", source })?;
+        self.threads.push(thread);
+        Ok(())
+    }
+
+    /// Why a rank failed, if one did.
+    #[must_use]
+    pub fn failure(&self) -> Option<String> {
+        self.shared.ends.failure().map(str::to_owned)
+    }
+
+    /// After the engine has ended: waits until the others have closed their connections, a few seconds at
+    /// most. True: all ended in order.
+    #[must_use]
+    pub fn wait(self) -> bool {
+        for thread in self.threads {
+            // Nothing in them panics; if something did, the end is not in order.
+            if thread.join().is_err() {
+                return false;
+            }
+        }
+        self.shared.ends.failure().is_none()
+    }
+}
+
+impl Shared {
+    /// Sends plans as the engine makes them, and heartbeats while it makes none.
+    fn speak(&self) {
+        let mut bytes = Vec::new();
+        loop {
+            let frame = match self.ends.next_step(HEARTBEAT_EVERY) {
+                NextStep::Step(step) => Frame::Step(step),
+                NextStep::Nothing => Frame::Heartbeat(crate::frame::Counters::default()),
+                NextStep::Ended => break,
+            };
+            if self.has_ended.load(Ordering::Acquire) {
+                return;
+            }
+            if let Err(error) = frame.encode(&mut bytes) {
+                self.fail(&format!("rank 0 on {}: a step cannot be sent: {error}", host_name()), None);
+                return;
+            }
+            for (at, sender) in self.senders.iter().enumerate() {
+                if let Err(error) = sender.send_encoded(&bytes) {
+                    self.lose(at + 1, &error);
+                    return;
+                }
+            }
+        }
+        match self.ends.failure() {
+            Some(reason) => self.fail(reason, None),
+            None => self.shut_down(),
+        }
+    }
+
+    /// Takes what rank `rank` says until its connection ends.
+    fn listen(&self, rank: usize, mut receiver: FrameReceiver, milestones: &Sender<(usize, Frame)>) {
+        loop {
+            let frame = match receiver.receive() {
+                Ok(frame) => frame,
+                Err(error) => return self.lose(rank, &error),
+            };
+            let is_in_turn = match frame {
+                Frame::Heartbeat(counters) => {
+                    self.ends.count(rank, counters.busy_us, counters.workspace_grown);
+                    true
+                }
+                Frame::Output { output, counters } => {
+                    self.ends.count(rank, counters.busy_us, counters.workspace_grown);
+                    self.ends.output(output) || self.is_over()
+                }
+                Frame::Loaded { .. } | Frame::Ready => milestones.try_send((rank, frame)).is_ok() || self.is_over(),
+                Frame::Error { reason } => return self.fail(&reason, Some(rank)),
+                Frame::Hello(_) | Frame::Welcome { .. } | Frame::Pool { .. } | Frame::Step(_) | Frame::Shutdown => {
+                    false
+                }
+            };
+            if !is_in_turn {
+                let name = &self.names[rank - 1];
+                return self.fail(&format!("{name} sent a frame out of turn"), Some(rank));
+            }
+        }
+    }
+
+    fn is_over(&self) -> bool {
+        self.has_ended.load(Ordering::Acquire) || self.ends.failure().is_some()
+    }
+
+    fn lose(&self, rank: usize, error: &LinkError) {
+        if !self.has_ended.load(Ordering::Acquire) {
+            self.fail(&format!("{} is lost: {error}", self.names[rank - 1]), Some(rank));
+        }
+    }
+
+    /// The end of the world, for `reason`: the engine, this process's own rank and all others hear of it,
+    /// rank `last` last: it may not listen any more.
+    fn fail(&self, reason: &str, last: Option<usize>) {
+        if self.has_ended.load(Ordering::Acquire) || self.is_failing.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        self.ends.fail(reason);
+        self.collective.abort(reason);
+        let last = last.map(|rank| rank - 1);
+        let others = (0..self.senders.len()).filter(|at| Some(*at) != last);
+        for at in others.chain(last) {
+            // Whoever cannot be told finds the connection closed.
+            let _ = self.senders[at].send(&Frame::Error { reason: reason.to_owned() });
+            self.senders[at].close();
+        }
+    }
+
+    fn shut_down(&self) {
+        if !self.has_ended.swap(true, Ordering::AcqRel) {
+            for sender in &self.senders {
+                // Whoever is gone needs no word.
+                let _ = sender.send(&Frame::Shutdown);
+            }
+        }
+    }
+
+    fn tell(&self, frame: &Frame) {
+        for (at, sender) in self.senders.iter().enumerate() {
+            if let Err(error) = sender.send(frame) {
+                self.lose(at + 1, &error);
+            }
+        }
+    }
+}
+
+fn frame_name(frame: &Frame) -> &'static str {
+    match frame {
+        Frame::Loaded { .. } => "loaded",
+        Frame::Ready => "ready",
+        _ => "another frame",
+    }
+}
