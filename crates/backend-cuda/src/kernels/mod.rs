@@ -1,0 +1,60 @@
+//! Host sides of the fast kernels: arguments, launch geometry, and how work is cut. Pure functions over shapes;
+//! nothing here knows a driver, a stream or an allocation. Sizes repeat those of the `.cu` files, which assert
+//! them.
+
+pub(crate) mod attention_decode;
+pub(crate) mod attention_prefill;
+pub(crate) mod linear_quant;
+pub(crate) mod linear_small;
+
+/// A launch's geometry.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Launch {
+    /// Thread blocks in x and y.
+    pub(crate) grid: (u32, u32),
+    /// Threads of a thread block.
+    pub(crate) threads: u32,
+    /// Dynamic shared memory of a thread block, in bytes; above 48 KiB the kernel's limit must be raised first.
+    pub(crate) shared_bytes: u32,
+}
+
+/// A 16-bit element: of the cache, or of dense weights.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Half {
+    /// bfloat16.
+    Bf16,
+    /// IEEE half.
+    F16,
+}
+
+impl Half {
+    /// As kernel names spell it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Bf16 => "bf16",
+            Self::F16 => "f16",
+        }
+    }
+}
+
+/// How an activation buffer is stored: `ActivationType` in fragments.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum ActivationType {
+    /// 4 bytes.
+    F32 = 0,
+    /// IEEE half.
+    F16 = 1,
+    /// bfloat16.
+    Bf16 = 2,
+}
+
+/// A gated layer's activation: `GateActivation` in fragments.cuh.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum GateActivation {
+    /// `x * sigmoid(x)`.
+    Silu = 0,
+    /// The tanh form of GELU.
+    GeluTanh = 1,
+}
