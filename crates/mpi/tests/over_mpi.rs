@@ -78,6 +78,9 @@ fn parent(&(case, tensor_parallel, pipeline_parallel, has_loss): &(&str, usize, 
 }
 
 fn child(case: &str, mode: ParallelMode) {
+    // As the program does: mpirun's first word after a loss is no end, so that rank 0 can tell its clients.
+    let is_asked_to_end = Arc::new(std::sync::atomic::AtomicBool::new(false));
+    signal_hook::flag::register(signal_hook::consts::SIGTERM, is_asked_to_end).unwrap();
     let world = World::from_environment(&|name| std::env::var(name).ok(), mode).unwrap().unwrap();
     let session = Session::start(world).unwrap();
     let collective = Arc::new(session.collective(mode).unwrap());
