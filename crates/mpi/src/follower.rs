@@ -102,10 +102,10 @@ impl Follower {
         self.shared.is_done.store(true, Ordering::Release);
         let end = self.shared.end();
         let outcome = match (result, end) {
-            (_, Some(End::Shutdown)) => Ok(()),
+            // Steps end only after the world has: see `finish`.
+            (_, Some(End::Shutdown)) | (Ok(()), None) => Ok(()),
             // What ended the world says more than what followed from it here.
             (_, Some(End::Lost(reason))) => Err(ProcessError::Lost { reason }),
-            (Ok(()), None) => Ok(()),
             (Err(error), None) => {
                 let reason = format!("rank {} on {}: {error}", self.own.rank, host_name());
                 self.shared.collective.abort(&reason);
@@ -166,8 +166,10 @@ impl Shared {
         self.end.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Sets the end, once, and ends every wait: at once where somebody is lost, else after the last steps.
-    fn finish(&self, end: End) {
+    /// Sets the end, once, then ends every wait: for steps and the pool's size, which come over `waits`, at
+    /// once; for other ranks at once where somebody is lost, else after the last steps. Whoever is woken finds
+    /// the end set.
+    fn finish(&self, end: End, waits: (Sender<Arc<StepInput>>, Sender<u64>)) {
         let deadline = Instant::now() + LAST_STEPS;
         let is_orderly = end == End::Shutdown;
         let reason = match &end {
@@ -175,6 +177,7 @@ impl Shared {
             End::Lost(reason) => reason.clone(),
         };
         self.end.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(end);
+        drop(waits);
         while is_orderly && !self.is_done.load(Ordering::Acquire) && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(5));
         }
@@ -213,8 +216,7 @@ impl Shared {
                 Err(error) => break End::Lost(format!("rank 0 is lost: {error}")),
             }
         };
-        drop((steps, pool));
-        self.finish(end);
+        self.finish(end, (steps, pool));
     }
 }
 
