@@ -169,11 +169,16 @@ pub(crate) struct AttentionKernels {
     /// All pointers are valid for the rows and positions that `SpanInput::visible` names, `scratch` for
     /// `scratch_floats`.
     pub(crate) span: unsafe fn(input: &SpanInput, scratch: *mut f32, state: RowState),
-    /// Joins the state of a later span into that of earlier ones.
+    /// The exponential of a difference of two maxima, in their unit.
     ///
     /// # Safety
-    /// Both states are valid for `rows` rows of `head_dim`.
-    pub(crate) join: unsafe fn(earlier: RowState, later: RowState, rows: usize, head_dim: usize),
+    /// The machine has the set.
+    pub(crate) exp: unsafe fn(f32) -> f32,
+    /// `a = a * scale_a + b * scale_b`, one fused operation after the second product.
+    ///
+    /// # Safety
+    /// `a` and `b` are valid for `head_dim` floats.
+    pub(crate) blend: unsafe fn(a: *mut f32, scale_a: f32, b: *const f32, scale_b: f32, head_dim: usize),
     /// `out = acc / sum` of one row.
     ///
     /// # Safety
@@ -381,7 +386,7 @@ fn vector_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &Work
             (kernels.span)(&span_input(task, item, item.spans.start), scratch, total);
             for span in item.spans.start + 1..item.spans.end {
                 (kernels.span)(&span_input(task, item, span), scratch, later);
-                (kernels.join)(total, later, rows, head_dim);
+                join_states(kernels, total, later, rows, head_dim);
             }
             finish_rows(kernels, task, item, total);
         }
@@ -398,9 +403,38 @@ fn join_item(kernels: &AttentionKernels, task: &AttentionTask<'_>, item: &WorkIt
     unsafe {
         let state = |nth: usize| RowState::at(partials.get().add(start + nth * state_len), rows);
         for nth in 1..item.spans.len() {
-            (kernels.join)(state(0), state(nth), rows, head_dim);
+            join_states(kernels, state(0), state(nth), rows, head_dim);
         }
         finish_rows(kernels, task, item, state(0));
+    }
+}
+
+/// Joins the state of a later span into that of earlier ones.
+///
+/// # Safety
+/// Both states are valid for `rows` rows of `head_dim`.
+unsafe fn join_states(kernels: &AttentionKernels, earlier: RowState, later: RowState, rows: usize, head_dim: usize) {
+    for row in 0..rows {
+        // SAFETY: both states hold `rows` rows.
+        unsafe {
+            let (max_a, max_b) = (*earlier.max.add(row), *later.max.add(row));
+            let (sum_a, sum_b) = (*earlier.sum.add(row), *later.sum.add(row));
+            if sum_b == 0.0 {
+                continue;
+            }
+            // A row that saw nothing so far takes the later state as it is: bit for bit what a
+            // computation that begins at this span gives.
+            let (scale_a, scale_b, max) = if sum_a == 0.0 {
+                (0.0, 1.0, max_b)
+            } else {
+                let max = if max_a > max_b { max_a } else { max_b };
+                ((kernels.exp)(max_a - max), (kernels.exp)(max_b - max), max)
+            };
+            *earlier.max.add(row) = max;
+            *earlier.sum.add(row) = sum_a * scale_a + sum_b * scale_b;
+            let (a, b) = (earlier.acc.add(row * head_dim), later.acc.add(row * head_dim));
+            (kernels.blend)(a, scale_a, b, scale_b, head_dim);
+        }
     }
 }
 

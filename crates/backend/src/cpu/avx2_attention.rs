@@ -18,9 +18,13 @@ pub(crate) static KERNELS: AttentionKernels = AttentionKernels {
         // SAFETY: the table's contract; it is only handed out for an Isa that this machine has.
         unsafe { if input.is_f16 { span::<true>(input, scores, state) } else { span::<false>(input, scores, state) } }
     },
-    join: |earlier, later, rows, head_dim| {
+    exp: |x| {
         // SAFETY: as above.
-        unsafe { join(earlier, later, rows, head_dim) }
+        unsafe { exp_one(x) }
+    },
+    blend: |a, scale_a, b, scale_b, head_dim| {
+        // SAFETY: as above.
+        unsafe { blend(a, scale_a, b, scale_b, head_dim) }
     },
     finish: |acc, sum, out, head_dim| {
         // SAFETY: as above.
@@ -300,31 +304,13 @@ unsafe fn weigh_cols<const HALF: bool, const R: usize, const W: usize>(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn join(earlier: RowState, later: RowState, rows: usize, head_dim: usize) {
-    for row in 0..rows {
-        // SAFETY: both states hold `rows` rows.
+unsafe fn blend(a: *mut f32, scale_a: f32, b: *const f32, scale_b: f32, head_dim: usize) {
+    let (scale_a, scale_b) = (_mm256_set1_ps(scale_a), _mm256_set1_ps(scale_b));
+    for e in (0..head_dim).step_by(LANES) {
+        // SAFETY: both hold `head_dim` floats, a multiple of 16.
         unsafe {
-            let (max_a, max_b) = (*earlier.max.add(row), *later.max.add(row));
-            let (sum_a, sum_b) = (*earlier.sum.add(row), *later.sum.add(row));
-            if sum_b == 0.0 {
-                continue;
-            }
-            // A row that saw nothing so far takes the later state as it is: bit for bit what a
-            // computation that begins at this span gives.
-            let (scale_a, scale_b, max) = if sum_a == 0.0 {
-                (0.0, 1.0, max_b)
-            } else {
-                let max = if max_a > max_b { max_a } else { max_b };
-                (exp_one(max_a - max), exp_one(max_b - max), max)
-            };
-            *earlier.max.add(row) = max;
-            *earlier.sum.add(row) = sum_a * scale_a + sum_b * scale_b;
-            let (a, b) = (earlier.acc.add(row * head_dim), later.acc.add(row * head_dim));
-            let (scale_a, scale_b) = (_mm256_set1_ps(scale_a), _mm256_set1_ps(scale_b));
-            for e in (0..head_dim).step_by(LANES) {
-                let scaled = _mm256_mul_ps(_mm256_loadu_ps(b.add(e)), scale_b);
-                _mm256_storeu_ps(a.add(e), _mm256_fmadd_ps(_mm256_loadu_ps(a.add(e)), scale_a, scaled));
-            }
+            let scaled = _mm256_mul_ps(_mm256_loadu_ps(b.add(e)), scale_b);
+            _mm256_storeu_ps(a.add(e), _mm256_fmadd_ps(_mm256_loadu_ps(a.add(e)), scale_a, scaled));
         }
     }
 }

@@ -9,6 +9,42 @@ use crate::DType;
 use half::{bf16, f16};
 use std::ops::Range;
 
+/// Kinds of elements, as types tell kernels apart.
+pub(crate) const F32: u8 = 0;
+pub(crate) const F16: u8 = 1;
+pub(crate) const BF16: u8 = 2;
+
+/// One register block: weight rows and tokens whose products are made together.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+pub(crate) struct Block {
+    /// The first token's x `[C]`; the others' follow.
+    pub(crate) x: *const f32,
+    /// Weight rows.
+    pub(crate) w: [*const u8; FloatWeight::ROW_TILE],
+    pub(crate) cols: usize,
+    /// The first token.
+    pub(crate) token: usize,
+    /// The first weight row.
+    pub(crate) row: usize,
+    /// Weight rows whose results are wanted.
+    pub(crate) num_rows: usize,
+    pub(crate) out: OutMatrix,
+}
+
+/// Register blocks of one instruction set.
+#[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+pub(crate) trait BlockKernel {
+    /// Tokens whose x rows stay in the second-level cache while the tile's weight rows pass over them.
+    const TOKENS_PER_PASS: usize;
+
+    /// Computes the first of a block's `num_tokens` tokens, as many as the registers hold; returns how many.
+    ///
+    /// # Safety
+    /// The machine has the set; `num_tokens` rows of x and the weight rows hold `cols` elements of kind `KIND`, and
+    /// nobody else touches their output.
+    unsafe fn run<const KIND: u8>(block: &Block, num_tokens: usize) -> usize;
+}
+
 /// One float weight `[N, C]`, row-major as stored.
 pub(crate) struct FloatWeight {
     bytes: AlignedBytes,
@@ -30,11 +66,6 @@ impl FloatWeight {
     /// Bytes held.
     pub(crate) fn len_bytes(&self) -> usize {
         self.bytes.len()
-    }
-
-    /// Element type as stored.
-    pub(crate) fn dtype(&self) -> DType {
-        self.dtype
     }
 
     /// The row's bytes.
@@ -74,12 +105,46 @@ impl FloatWeight {
         unsafe {
             match self.isa.vectors() {
                 #[cfg(target_arch = "x86_64")]
-                Vectors::Avx512 => super::avx512_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                Vectors::Avx512 => self.tile_in_blocks::<super::avx512_linear::Avx512>(x, cols, tokens, rows, out),
                 #[cfg(target_arch = "x86_64")]
-                Vectors::Avx2 => super::avx2_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                Vectors::Avx2 => self.tile_in_blocks::<super::avx2_linear::Avx2>(x, cols, tokens, rows, out),
                 #[cfg(target_arch = "aarch64")]
-                Vectors::Neon => super::neon_linear::matmul_tile(self, x, cols, tokens, rows, out),
+                Vectors::Neon => self.tile_in_blocks::<super::neon_linear::Neon>(x, cols, tokens, rows, out),
                 _ => self.matmul_tile_scalar(x, cols, tokens, rows, out),
+            }
+        }
+    }
+
+    /// [`Self::matmul_tile`] in register blocks.
+    ///
+    /// # Safety
+    /// As there; the machine has `K`'s instruction set.
+    #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
+    unsafe fn tile_in_blocks<K: BlockKernel>(
+        &self,
+        x: &[f32],
+        cols: usize,
+        tokens: Range<usize>,
+        rows: Range<usize>,
+        out: OutMatrix,
+    ) {
+        let run = match self.dtype {
+            DType::F16 => K::run::<F16>,
+            DType::BF16 => K::run::<BF16>,
+            _ => K::run::<F32>,
+        };
+        for first in tokens.clone().step_by(K::TOKENS_PER_PASS) {
+            let end = (first + K::TOKENS_PER_PASS).min(tokens.end);
+            for row in rows.clone().step_by(Self::ROW_TILE) {
+                let num_rows = (rows.end - row).min(Self::ROW_TILE);
+                // A missing row is the last one again; its result is not stored.
+                let w = std::array::from_fn(|i| self.row(row + i.min(num_rows - 1)).as_ptr());
+                let mut token = first;
+                while token < end {
+                    let block = Block { x: x[token * cols..].as_ptr(), w, cols, token, row, num_rows, out };
+                    // SAFETY: rows and tokens of the block are inside the tile.
+                    token += unsafe { run(&block, end - token) };
+                }
             }
         }
     }

@@ -4,124 +4,67 @@
 //! is computed in; the last `C % 8` columns are loaded with zeros behind them. So its bits depend on C
 //! only.
 
-use super::float_linear::FloatWeight;
-use super::linear::OutMatrix;
+use super::float_linear::{BF16, Block, BlockKernel, F16, F32};
 use super::neon::sum_lanes;
-use crate::DType;
 use std::arch::aarch64::*;
-use std::ops::Range;
 
 /// Columns taken at a time: two registers.
 const COLS: usize = 8;
-/// Tokens whose x rows stay in the second-level cache while the tile's weight rows pass over them.
-const TOKENS_PER_PASS: usize = 48;
 
-const F32: u8 = 0;
-const F16: u8 = 1;
-const BF16: u8 = 2;
+/// NEON, part of the target.
+pub(crate) struct Neon;
 
-/// `out[t, n] = x[t] · weight[n]` over the tile.
-///
-/// # Safety
-/// The tile is inside `x`, `weight` and `out`, and nobody else touches it.
-pub(crate) unsafe fn matmul_tile(
-    weight: &FloatWeight,
-    x: &[f32],
-    cols: usize,
-    tokens: Range<usize>,
-    rows: Range<usize>,
-    out: OutMatrix,
-) {
-    // SAFETY: this function's contract; NEON is part of the target.
-    unsafe {
-        match weight.dtype() {
-            DType::F16 => tile::<F16>(weight, x, cols, tokens, rows, out),
-            DType::BF16 => tile::<BF16>(weight, x, cols, tokens, rows, out),
-            _ => tile::<F32>(weight, x, cols, tokens, rows, out),
-        }
-    }
-}
+impl BlockKernel for Neon {
+    const TOKENS_PER_PASS: usize = 48;
 
-#[target_feature(enable = "neon")]
-unsafe fn tile<const KIND: u8>(
-    weight: &FloatWeight,
-    x: &[f32],
-    cols: usize,
-    tokens: Range<usize>,
-    rows: Range<usize>,
-    out: OutMatrix,
-) {
-    let mut first = tokens.start;
-    while first < tokens.end {
-        let end = (first + TOKENS_PER_PASS).min(tokens.end);
-        let mut row = rows.start;
-        while row < rows.end {
-            let num_rows = (rows.end - row).min(4);
-            // A missing row is the last one again; its result is not stored.
-            let w: [*const u8; 4] = std::array::from_fn(|i| weight.row(row + i.min(num_rows - 1)).as_ptr());
-            let mut token = first;
-            while token < end {
-                let block = Block { x: x[token * cols..].as_ptr(), w, cols, token, row, num_rows, out };
-                // SAFETY: rows and tokens of the block are inside the tile.
-                unsafe {
-                    match end - token {
-                        1 => block.run::<KIND, 1>(),
-                        _ => block.run::<KIND, 2>(),
-                    }
-                }
-                token += 2;
+    unsafe fn run<const KIND: u8>(block: &Block, num_tokens: usize) -> usize {
+        // SAFETY: as promised to this method.
+        unsafe {
+            match num_tokens {
+                1 => Self::block::<KIND, 1>(block),
+                _ => Self::block::<KIND, 2>(block),
             }
-            row += 4;
         }
-        first = end;
     }
 }
 
-/// One register block.
-struct Block {
-    x: *const f32,
-    w: [*const u8; 4],
-    cols: usize,
-    token: usize,
-    row: usize,
-    num_rows: usize,
-    out: OutMatrix,
-}
-
-impl Block {
+impl Neon {
+    /// Computes the block's first `T` tokens, which is also what it returns.
+    ///
     /// # Safety
     /// `T` rows of x and `num_rows` weight rows of `cols` elements are valid, as is their output.
     #[inline]
     #[target_feature(enable = "neon")]
-    unsafe fn run<const KIND: u8, const T: usize>(&self) {
+    unsafe fn block<const KIND: u8, const T: usize>(block: &Block) -> usize {
         let mut sums = [[[vdupq_n_f32(0.0); 2]; T]; 4];
-        let whole = self.cols - self.cols % COLS;
+        let whole = block.cols - block.cols % COLS;
         for col in (0..whole).step_by(COLS) {
             // SAFETY: `col + COLS <= cols`.
             unsafe {
                 let x: [[float32x4_t; 2]; T] =
-                    std::array::from_fn(|t| widen::<F32>(self.x.add(t * self.cols).cast(), col));
-                for (w, sums) in self.w.iter().zip(&mut sums) {
+                    std::array::from_fn(|t| widen::<F32>(block.x.add(t * block.cols).cast(), col));
+                for (w, sums) in block.w.iter().zip(&mut sums) {
                     add_products(widen::<KIND>(*w, col), &x, sums);
                 }
             }
         }
-        if whole < self.cols {
+        if whole < block.cols {
             // SAFETY: only the `cols - whole` elements that exist are read.
             unsafe {
                 let x: [[float32x4_t; 2]; T] =
-                    std::array::from_fn(|t| rest::<F32>(self.x.add(t * self.cols).cast(), whole, self.cols));
-                for (w, sums) in self.w.iter().zip(&mut sums) {
-                    add_products(rest::<KIND>(*w, whole, self.cols), &x, sums);
+                    std::array::from_fn(|t| rest::<F32>(block.x.add(t * block.cols).cast(), whole, block.cols));
+                for (w, sums) in block.w.iter().zip(&mut sums) {
+                    add_products(rest::<KIND>(*w, whole, block.cols), &x, sums);
                 }
             }
         }
-        for (i, sums) in sums.iter().enumerate().take(self.num_rows) {
+        for (i, sums) in sums.iter().enumerate().take(block.num_rows) {
             for (t, sum) in sums.iter().enumerate() {
                 // SAFETY: inside the tile, by contract.
-                unsafe { *self.out.at(self.token + t, self.row + i) = sum_lanes(vaddq_f32(sum[0], sum[1])) };
+                unsafe { *block.out.at(block.token + t, block.row + i) = sum_lanes(vaddq_f32(sum[0], sum[1])) };
             }
         }
+        T
     }
 }
 

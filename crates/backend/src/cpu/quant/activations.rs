@@ -21,6 +21,7 @@
 
 use super::layout::{BLOCK_COLS, Format};
 use crate::BackendError;
+use crate::cpu::isa::{Isa, Vectors};
 use crate::cpu::memory::AlignedBytes;
 
 /// Below this, `MAX_CODE / amax` could overflow.
@@ -234,44 +235,13 @@ pub(crate) struct QuantizedActivations {
     /// `None` until the first `prepare`.
     bytes: Option<AlignedBytes>,
     shape: Shape,
-    kernel: RowKernel,
+    /// What rows are quantised with: all give the same bits.
+    vectors: Vectors,
 }
 
 impl Default for QuantizedActivations {
     fn default() -> Self {
-        Self { bytes: None, shape: Shape::default(), kernel: RowKernel::detect() }
-    }
-}
-
-/// Who quantises a row: all give the same bits.
-#[derive(Clone, Copy)]
-enum RowKernel {
-    #[cfg_attr(target_arch = "aarch64", allow(dead_code))] // only tests want it where all machines have vectors
-    Scalar,
-    #[cfg(target_arch = "aarch64")]
-    Neon,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-}
-
-impl RowKernel {
-    fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            use std::arch::is_x86_feature_detected as has;
-            if has!("avx512f") && has!("avx512bw") {
-                return RowKernel::Avx512;
-            }
-            if has!("avx2") {
-                return RowKernel::Avx2;
-            }
-        }
-        #[cfg(target_arch = "aarch64")]
-        return RowKernel::Neon;
-        #[cfg(not(target_arch = "aarch64"))]
-        RowKernel::Scalar
+        Self { bytes: None, shape: Shape::default(), vectors: Isa::detect().vectors() }
     }
 }
 
@@ -316,14 +286,14 @@ impl QuantizedActivations {
         // SAFETY: the row is inside the range that `prepare` sized for this shape; the caller keeps rows disjoint
         // between threads. The processor has what the quantiser was picked for.
         unsafe {
-            match self.kernel {
+            match self.vectors {
                 #[cfg(target_arch = "x86_64")]
-                RowKernel::Avx512 => super::activations_avx512::quantize_row(acts, x),
+                Vectors::Avx512 => super::activations_avx512::quantize_row(acts, x),
                 #[cfg(target_arch = "x86_64")]
-                RowKernel::Avx2 => super::activations_avx2::quantize_row(acts, x),
+                Vectors::Avx2 => super::activations_avx2::quantize_row(acts, x),
                 #[cfg(target_arch = "aarch64")]
-                RowKernel::Neon => super::activations_neon::quantize_row(acts, x),
-                RowKernel::Scalar => quantize_row_with(acts, x, quantize_block),
+                Vectors::Neon => super::activations_neon::quantize_row(acts, x),
+                _ => quantize_row_with(acts, x, quantize_block),
             }
         }
     }
@@ -413,8 +383,8 @@ mod tests {
             x[164] = f32::INFINITY;
             x[200] = f32::NEG_INFINITY;
             x[230] = f32::MAX;
-            for kernel in kernels() {
-                let mut vector = QuantizedActivations { kernel, ..Default::default() };
+            for isa in Isa::ALL.into_iter().filter(|isa| isa.is_available()) {
+                let mut vector = QuantizedActivations { vectors: isa.vectors(), ..Default::default() };
                 vector.prepare(num_rows, cols).unwrap();
                 for (t, x) in x.chunks_exact(cols).enumerate() {
                     // SAFETY: one thread.
@@ -423,20 +393,6 @@ mod tests {
                 check_against_scalar(&vector, &x, cols);
             }
         }
-    }
-
-    /// Those that this machine can run.
-    fn kernels() -> Vec<RowKernel> {
-        let mut kernels = vec![RowKernel::Scalar];
-        #[cfg(target_arch = "x86_64")]
-        match RowKernel::detect() {
-            RowKernel::Avx512 => kernels.extend([RowKernel::Avx2, RowKernel::Avx512]),
-            RowKernel::Avx2 => kernels.push(RowKernel::Avx2),
-            RowKernel::Scalar => {}
-        }
-        #[cfg(target_arch = "aarch64")]
-        kernels.push(RowKernel::Neon);
-        kernels
     }
 
     fn check_against_scalar(vector: &QuantizedActivations, x: &[f32], cols: usize) {

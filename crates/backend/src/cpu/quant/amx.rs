@@ -18,7 +18,7 @@
 use super::activations::{ActRows, FINE_BITS, MAX_ROWS_IN_LINE, TILE_ROWS};
 use super::avx512vnni::{self, Avx512Vnni};
 use super::layout::{Format, Layout};
-use super::tile::{CHUNK_BLOCKS, Chunk, IntKernel, MAX_OPERANDS, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel};
+use super::tile::{CHUNK_BLOCKS, Chunk, IntKernel, MAX_OPERANDS, Minimum, OutRows, PANELS, Panel, Start};
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -346,7 +346,7 @@ unsafe fn tile_of_rows<F: Format, const R: usize>(
     let operands = Operands { acts, chunk, count: num_blocks * F::LAYOUT.groups() };
     let mut slots = MaybeUninit::<[Dots; SLOTS]>::uninit();
     let slots = slots.as_mut_ptr();
-    // SAFETY: groups are below `count`; as promised to `IntKernel::many`.
+    // SAFETY: groups are below `count`; as promised to `IntKernel::rows`.
     unsafe {
         let mut acc = load_acc::<R>(out, valid, start);
         operands.load_acts::<F, 0>(0);
@@ -423,6 +423,8 @@ unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk
 }
 
 impl IntKernel for Amx {
+    const ROWS: usize = TILE_ROWS;
+
     // With fewer rows, a tile's time goes to rows that are not there, and one tile does not pay for widening where
     // the planes are multiplied apart: measured, at 12 and at 16 rows `few` takes as long or less.
     fn few_up_to<F: Format>() -> usize {
@@ -458,26 +460,20 @@ impl IntKernel for Amx {
         unsafe { widen::<F>(panel, blocks, chunk) };
     }
 
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     ) {
-        for t in (0..num_t).step_by(TILE_ROWS) {
-            for panel in panels {
-                // SAFETY: rows `t..` exist; as promised to this method.
-                unsafe {
-                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
-                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    match num_t - t {
-                        valid @ ..=8 => tile_of_rows::<F, 8>(chunk, num_blocks, acts, out, valid, start),
-                        left => {
-                            tile_of_rows::<F, TILE_ROWS>(chunk, num_blocks, acts, out, left.min(TILE_ROWS), start);
-                        }
-                    }
-                }
+        // SAFETY: as promised to this method; activations start at a tile's first row.
+        unsafe {
+            if num_t <= 8 {
+                tile_of_rows::<F, 8>(chunk, num_blocks, acts, out, num_t, start);
+            } else {
+                tile_of_rows::<F, TILE_ROWS>(chunk, num_blocks, acts, out, num_t, start);
             }
         }
     }

@@ -10,7 +10,7 @@
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::avx2_panel::{Packed, Source, Widened, load_acc, store_acc, widen};
 use super::layout::Format;
-use super::tile::{Chunk, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{Chunk, IntKernel, Minimum, OutRows, Panel, Start};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -205,7 +205,7 @@ pub(super) unsafe fn few_rows<P: Products, F: Format, const T: usize>(panel: Pan
 /// `T` rows over a chunk, one half after the other.
 ///
 /// # Safety
-/// The processor has `P`'s set; as promised to [`IntKernel::many`].
+/// The processor has `P`'s set; as promised to [`IntKernel::rows`].
 #[inline(always)]
 pub(super) unsafe fn many_rows<P: Products, F: Format, const T: usize>(
     chunk: &Chunk,
@@ -228,6 +228,8 @@ pub(super) unsafe fn many_rows<P: Products, F: Format, const T: usize>(
 }
 
 impl<P: Products> IntKernel for P {
+    const ROWS: usize = ROWS;
+
     fn few_up_to<F: Format>() -> usize {
         FEW_ROWS
     }
@@ -252,26 +254,21 @@ impl<P: Products> IntKernel for P {
         unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
     }
 
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     ) {
-        for t in (0..num_t).step_by(ROWS) {
-            for panel in panels {
-                // SAFETY: rows `t..` exist; as promised to this method.
-                unsafe {
-                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
-                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    match num_t - t {
-                        1 => P::many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
-                        2 => P::many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
-                        3 => P::many_rows::<F, 3>(chunk, num_blocks, acts, out, start),
-                        _ => P::many_rows::<F, ROWS>(chunk, num_blocks, acts, out, start),
-                    }
-                }
+        // SAFETY: as promised to this method.
+        unsafe {
+            match num_t {
+                1 => P::many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
+                2 => P::many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
+                3 => P::many_rows::<F, 3>(chunk, num_blocks, acts, out, start),
+                _ => P::many_rows::<F, ROWS>(chunk, num_blocks, acts, out, start),
             }
         }
     }

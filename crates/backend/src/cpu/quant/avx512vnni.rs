@@ -3,7 +3,7 @@
 
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, ScaleKind};
-use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start, WidenedPanel};
+use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, PANELS, Panel, Start};
 use std::arch::x86_64::*;
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -342,7 +342,7 @@ unsafe fn many_rows<F: Format, const T: usize>(
     start: Start,
 ) {
     let src = Widened::<F> { chunk, format: PhantomData };
-    // SAFETY: as promised to `IntKernel::many`.
+    // SAFETY: as promised to `IntKernel::rows`.
     unsafe {
         let mut acc = load_acc::<T>(out, start);
         for block in 0..num_blocks {
@@ -396,6 +396,8 @@ unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimum: Minimum,
 }
 
 impl IntKernel for Avx512Vnni {
+    const ROWS: usize = ROWS;
+
     fn few_up_to<F: Format>() -> usize {
         FEW_ROWS
     }
@@ -422,30 +424,25 @@ impl IntKernel for Avx512Vnni {
         unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
     }
 
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     ) {
-        for t in (0..num_t).step_by(ROWS) {
-            for panel in panels {
-                // SAFETY: rows `t..` exist; as promised to this method.
-                unsafe {
-                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
-                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    match num_t - t {
-                        1 => many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
-                        2 => many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
-                        3 => many_rows::<F, 3>(chunk, num_blocks, acts, out, start),
-                        4 => many_rows::<F, 4>(chunk, num_blocks, acts, out, start),
-                        5 => many_rows::<F, 5>(chunk, num_blocks, acts, out, start),
-                        6 => many_rows::<F, 6>(chunk, num_blocks, acts, out, start),
-                        7 => many_rows::<F, 7>(chunk, num_blocks, acts, out, start),
-                        _ => many_rows::<F, ROWS>(chunk, num_blocks, acts, out, start),
-                    }
-                }
+        // SAFETY: as promised to this method.
+        unsafe {
+            match num_t {
+                1 => many_rows::<F, 1>(chunk, num_blocks, acts, out, start),
+                2 => many_rows::<F, 2>(chunk, num_blocks, acts, out, start),
+                3 => many_rows::<F, 3>(chunk, num_blocks, acts, out, start),
+                4 => many_rows::<F, 4>(chunk, num_blocks, acts, out, start),
+                5 => many_rows::<F, 5>(chunk, num_blocks, acts, out, start),
+                6 => many_rows::<F, 6>(chunk, num_blocks, acts, out, start),
+                7 => many_rows::<F, 7>(chunk, num_blocks, acts, out, start),
+                _ => many_rows::<F, ROWS>(chunk, num_blocks, acts, out, start),
             }
         }
     }

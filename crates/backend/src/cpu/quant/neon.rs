@@ -7,7 +7,7 @@
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::Format;
 use super::neon_panel::{Packed, QUARTERS, Source, Widened, load_acc, store_acc, widen};
-use super::tile::{Chunk, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{Chunk, IntKernel, Minimum, OutRows, Panel, Start};
 use std::arch::aarch64::*;
 use std::arch::asm;
 use std::marker::PhantomData;
@@ -165,7 +165,7 @@ unsafe fn few_rows<P: Products, F: Format, const T: usize>(panel: Panel, acts: A
 /// `T` rows over a chunk, one quarter after the other.
 ///
 /// # Safety
-/// The processor has `P`'s set; as promised to [`IntKernel::many`].
+/// The processor has `P`'s set; as promised to [`IntKernel::rows`].
 #[target_feature(enable = "neon")]
 unsafe fn many_rows<P: Products, F: Format, const T: usize>(
     chunk: &Chunk,
@@ -188,6 +188,8 @@ unsafe fn many_rows<P: Products, F: Format, const T: usize>(
 }
 
 impl<P: Products> IntKernel for P {
+    const ROWS: usize = ROWS;
+
     fn few_up_to<F: Format>() -> usize {
         FEW_ROWS
     }
@@ -212,26 +214,21 @@ impl<P: Products> IntKernel for P {
         unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
     }
 
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     ) {
-        for t in (0..num_t).step_by(ROWS) {
-            for panel in panels {
-                // SAFETY: rows `t..` exist; as promised to this method.
-                unsafe {
-                    let (chunk, acts) = (panel.chunk, acts.skip(t, 0));
-                    let out = OutRows { ptr: panel.out.row(t), ..panel.out };
-                    match num_t - t {
-                        1 => many_rows::<P, F, 1>(chunk, num_blocks, acts, out, start),
-                        2 => many_rows::<P, F, 2>(chunk, num_blocks, acts, out, start),
-                        3 => many_rows::<P, F, 3>(chunk, num_blocks, acts, out, start),
-                        _ => many_rows::<P, F, ROWS>(chunk, num_blocks, acts, out, start),
-                    }
-                }
+        // SAFETY: as promised to this method.
+        unsafe {
+            match num_t {
+                1 => many_rows::<P, F, 1>(chunk, num_blocks, acts, out, start),
+                2 => many_rows::<P, F, 2>(chunk, num_blocks, acts, out, start),
+                3 => many_rows::<P, F, 3>(chunk, num_blocks, acts, out, start),
+                _ => many_rows::<P, F, ROWS>(chunk, num_blocks, acts, out, start),
             }
         }
     }

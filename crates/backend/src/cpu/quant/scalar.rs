@@ -2,7 +2,7 @@
 
 use super::activations::{ActRows, Codes, FINE_BITS};
 use super::layout::{BLOCK_COLS, Format, PANEL_ROWS, code_at, scale_at};
-use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start, WidenedPanel};
+use super::tile::{Chunk, FloatKernel, FloatRows, IntKernel, Minimum, OutRows, Panel, Start};
 use std::ops::Range;
 
 /// Plain Rust.
@@ -38,6 +38,8 @@ pub(super) unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, minimu
 }
 
 impl IntKernel for Scalar {
+    const ROWS: usize = 1;
+
     fn few_up_to<F: Format>() -> usize {
         0
     }
@@ -49,22 +51,21 @@ impl IntKernel for Scalar {
         unsafe { widen::<F>(panel, blocks, Minimum::Centred, chunk) };
     }
 
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     ) {
-        for panel in panels {
-            for t in 0..num_t {
-                // SAFETY: row `t` exists and `width` of its elements are ours.
-                let out = unsafe { std::slice::from_raw_parts_mut(panel.out.row(t), panel.out.width) };
-                for (r, out) in out.iter_mut().enumerate() {
-                    let acc = if start == Start::Zero { 0.0 } else { *out };
-                    // SAFETY: row `t` has the chunk's blocks.
-                    *out = unsafe { add_products::<F>(panel.chunk, num_blocks, r, acts.skip(t, 0), acc) };
-                }
+        for t in 0..num_t {
+            // SAFETY: row `t` exists and `width` of its elements are ours.
+            let out = unsafe { std::slice::from_raw_parts_mut(out.row(t), out.width) };
+            for (r, out) in out.iter_mut().enumerate() {
+                let acc = if start == Start::Zero { 0.0 } else { *out };
+                // SAFETY: row `t` has the chunk's blocks.
+                *out = unsafe { add_products::<F>(chunk, num_blocks, r, acts.skip(t, 0), acc) };
             }
         }
     }

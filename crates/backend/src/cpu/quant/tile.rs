@@ -125,15 +125,6 @@ impl OutRows {
     }
 }
 
-/// A widened chunk, and where the results of its panel go.
-#[derive(Clone, Copy)]
-pub(super) struct WidenedPanel<'a> {
-    /// Part of the panel.
-    pub(super) chunk: &'a Chunk,
-    /// From the first row of activations on.
-    pub(super) out: OutRows,
-}
-
 /// Whether a chunk is a row's first: sums start at zero, else at what `out` holds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Start {
@@ -157,8 +148,10 @@ pub(super) enum Minimum {
 pub(super) trait IntKernel {
     /// Up to this many rows, `few` reads the panel as it is packed.
     fn few_up_to<F: Format>() -> usize;
-    /// Quantised rows that `many` passes over before the next panels are widened, so that they stay in the
-    /// second-level cache.
+    /// Rows of activations that `rows` takes at most, a divisor of a tile's.
+    const ROWS: usize;
+    /// Bytes of quantised rows that pass over widened panels before the next are widened, so that they stay in
+    /// the second-level cache.
     const CACHE_BYTES: usize = 256 << 10;
 
     /// Blocks that are widened together for so many rows, at most [`CHUNK_BLOCKS`].
@@ -166,7 +159,7 @@ pub(super) trait IntKernel {
         CHUNK_BLOCKS
     }
 
-    /// Once before a series of `many`.
+    /// Once before a series of `rows`.
     unsafe fn begin<F: Format>() {}
     /// Once after it.
     unsafe fn end() {}
@@ -174,12 +167,14 @@ pub(super) trait IntKernel {
     unsafe fn few<F: Format>(panel: Panel, acts: ActRows, num_t: usize, out: OutRows);
     /// Widens `blocks` of a panel, with centred minima.
     unsafe fn widen<F: Format>(panel: Panel, blocks: Range<usize>, chunk: &mut Chunk);
-    /// Any number of rows over the first `num_blocks` blocks of each panel's chunk.
-    unsafe fn many<F: Format>(
-        panels: &[WidenedPanel<'_>],
+    /// `num_t` (1 to `ROWS`) rows over the first `num_blocks` blocks of a widened chunk. `acts` starts at a multiple
+    /// of `ROWS` of its tile.
+    unsafe fn rows<F: Format>(
+        chunk: &Chunk,
         num_blocks: usize,
         acts: ActRows,
         num_t: usize,
+        out: OutRows,
         start: Start,
     );
 }
@@ -292,12 +287,14 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
                     for (i, chunk) in chunks[..num_panels].iter_mut().enumerate() {
                         K::widen::<F>(job.panel(first_panel + i), blocks.clone(), chunk);
                     }
-                    let panels: [WidenedPanel<'_>; PANELS] = std::array::from_fn(|i| WidenedPanel {
-                        chunk: &chunks[i],
-                        out: job.out(first_panel + i.min(num_panels - 1), first_t),
-                    });
                     let acts = acts.skip(first_t, blocks.start);
-                    K::many::<F>(&panels[..num_panels], blocks.len(), acts, num_t, start);
+                    for t in (0..num_t).step_by(K::ROWS) {
+                        let (acts, rows) = (acts.skip(t, 0), K::ROWS.min(num_t - t));
+                        for (i, chunk) in chunks[..num_panels].iter().enumerate() {
+                            let out = job.out(first_panel + i, first_t + t);
+                            K::rows::<F>(chunk, blocks.len(), acts, rows, out, start);
+                        }
+                    }
                 }
             }
         }
@@ -310,16 +307,17 @@ unsafe fn run_many<K: IntKernel, F: Format>(job: &Job, acts: ActRows, chunks: &m
 /// # Safety
 /// As [`run_int`].
 pub(super) unsafe fn run_float<K: FloatKernel, F: Format>(job: &Job, x: FloatRows) {
-    let mut chunk = Chunk::ZERO;
-    for panel_idx in job.panel_range() {
-        for blocks in job.chunks(CHUNK_BLOCKS) {
-            let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
-            // SAFETY: the caller's promise; blocks stay inside the shapes.
-            unsafe {
-                K::widen_plain::<F>(job.panel(panel_idx), blocks.clone(), &mut chunk);
-                let x = FloatRows { ptr: x.ptr.add(blocks.start * BLOCK_COLS), stride: x.stride };
-                K::many_f32::<F>(&chunk, blocks.len(), x, job.num_t, job.out(panel_idx, 0), start);
+    CHUNKS.with_borrow_mut(|[chunk, ..]| {
+        for panel_idx in job.panel_range() {
+            for blocks in job.chunks(CHUNK_BLOCKS) {
+                let start = if blocks.start == 0 { Start::Zero } else { Start::FromOut };
+                // SAFETY: the caller's promise; blocks stay inside the shapes.
+                unsafe {
+                    K::widen_plain::<F>(job.panel(panel_idx), blocks.clone(), chunk);
+                    let x = FloatRows { ptr: x.ptr.add(blocks.start * BLOCK_COLS), stride: x.stride };
+                    K::many_f32::<F>(chunk, blocks.len(), x, job.num_t, job.out(panel_idx, 0), start);
+                }
             }
         }
-    }
+    });
 }
