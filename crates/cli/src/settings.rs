@@ -48,11 +48,11 @@ pub struct EngineSettings {
     /// Requests waiting at most; more get 429 [default: 1024]
     #[arg(long, env = "PAGEMILL_MAX_WAITING", value_name = "N")]
     pub max_waiting: Option<usize>,
-    /// Ranks that share each layer; -tp is short for it [default: 1]
-    #[arg(long, env = "PAGEMILL_TENSOR_PARALLEL", visible_alias = "tensor-parallel-size", value_name = "N")]
+    /// Ranks that share each layer; -tp is short for it, too [default: 1]
+    #[arg(long, env = "PAGEMILL_TENSOR_PARALLEL", visible_aliases = ["tensor-parallel-size", "tp"], value_name = "N")]
     pub tensor_parallel: Option<usize>,
-    /// Stages that share the layers out; -pp is short for it [default: 1]
-    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_alias = "pipeline-parallel-size", value_name = "M")]
+    /// Stages that share the layers out; -pp is short for it, too [default: 1]
+    #[arg(long, env = "PAGEMILL_PIPELINE_PARALLEL", visible_aliases = ["pipeline-parallel-size", "pp"], value_name = "M")]
     pub pipeline_parallel: Option<usize>,
     /// Steps in flight in the pipeline, or `auto`: measured at start, from 4 upwards [default: auto]
     #[arg(long, env = "PAGEMILL_MICRO_BATCHES", value_name = "N|auto")]

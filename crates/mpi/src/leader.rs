@@ -206,16 +206,19 @@ impl Watch {
     }
 
     /// After the engine has ended: waits until the others have closed their connections, a few seconds at
-    /// most. True: all ended in order.
-    #[must_use]
-    pub fn wait(self) -> bool {
+    /// most.
+    ///
+    /// # Errors
+    /// Why they did not all end in order.
+    pub fn wait(self) -> Result<(), ProcessError> {
+        let lost = |reason: String| Err(ProcessError::Lost { reason });
         for thread in self.threads {
             // Nothing in them panics; if something did, the end is not in order.
             if thread.join().is_err() {
-                return false;
+                return lost("a thread that watched a rank panicked".into());
             }
         }
-        self.shared.ends.failure().is_none()
+        self.shared.ends.failure().map_or(Ok(()), |reason| lost(reason.to_owned()))
     }
 }
 

@@ -268,7 +268,7 @@ fn engine(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode
     let status = handle.status();
     assert_eq!((status.pipeline.num_ranks, status.workspace_grown), (mode.num_ranks(), 0));
     handle.shutdown();
-    assert!(watch.wait());
+    watch.wait().unwrap();
     assert!(collective.is_orderly());
     // The same ranks as threads of this process give the same bits.
     let ranks = SharedCollective::world(mode.tensor_parallel, mode.pipeline_parallel);
@@ -311,7 +311,7 @@ fn loss(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode) 
     };
     assert!(handle.status().stopped.is_some());
     handle.shutdown();
-    assert!(!watch.wait());
+    assert!(watch.wait().is_err());
     assert!(lost_at.elapsed() < LIMIT);
     println!("{DONE}");
     std::process::exit(1);

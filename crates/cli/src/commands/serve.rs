@@ -67,12 +67,11 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let failed = wait(&engine, &http);
     let drained = http.join();
     engine.shutdown();
-    if let Some(leading) = leading {
-        leading.end();
-    }
+    let ended = leading.map_or(Ok(()), |leading| leading.end());
     if let Some(reason) = failed {
         bail!("the engine stopped: {reason}");
     }
+    ended?;
     let drained = drained?;
     match drained.aborted {
         0 => eprintln!("stopped; every running request finished"),
@@ -170,15 +169,17 @@ fn describe(defaults: &pagemill_server::SamplingDefaults) -> String {
 }
 
 /// Returns when the server has drained, or with the reason when the engine stopped under it (clients have
-/// heard of it by then).
+/// heard of it by then). Launchers send SIGTERM to the survivors of a lost rank: both may be true at once, and
+/// then the loss counts.
 fn wait(engine: &EngineHandle, http: &RunningServer) -> Option<String> {
     loop {
-        if http.is_finished() {
-            return None;
-        }
+        let has_drained = http.is_finished();
         if let Some(reason) = engine.status().stopped {
             http.stop();
             return Some(reason);
+        }
+        if has_drained {
+            return None;
         }
         thread::sleep(Duration::from_millis(50));
     }

@@ -130,10 +130,13 @@ impl Leading {
     }
 
     /// After the engine has ended: waits for the others, and ends MPI.
-    pub fn end(&self) {
-        if lock(&self.watch).take().is_some_and(Watch::wait) {
-            self.rank.finish();
-        }
+    ///
+    /// # Errors
+    /// Why the others did not end in order.
+    pub fn end(&self) -> Result<()> {
+        lock(&self.watch).take().map_or(Ok(()), Watch::wait)?;
+        self.rank.finish();
+        Ok(())
     }
 }
 

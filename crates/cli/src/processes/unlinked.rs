@@ -38,7 +38,7 @@ impl Leading {
     }
 
     /// Never called.
-    pub fn end(&self) {
+    pub fn end(&self) -> Result<()> {
         match *self {}
     }
 }

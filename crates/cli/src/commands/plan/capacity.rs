@@ -125,7 +125,7 @@ pub fn plan(model: &str, args: &CapacityArgs, engine: EngineSettings, memory: Op
         prompt_tokens: args.prompt_tokens.unwrap_or(PROMPT_TOKENS),
         gen_tokens: args.gen_tokens.unwrap_or(GEN_TOKENS),
         batch_sizes: args.batch_sizes.clone(),
-        micro_batches: None,
+        micro_batches: config.engine.micro_batches,
         wished_tokens_per_s: args.tokens_per_second,
         device,
     };

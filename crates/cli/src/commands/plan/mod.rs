@@ -6,7 +6,7 @@ mod sizes;
 
 use crate::{ModelArgs, devices, loading, models, settings::ServerSettings};
 use anyhow::Result;
-use clap::{Arg, Args};
+use clap::Args;
 use indicatif::HumanCount;
 use pagemill_engine::{MemoryPlan, plan_memory};
 use pagemill_model::ModelSpec;
@@ -15,8 +15,6 @@ use std::io::Write;
 /// Arguments of `pagemill plan`.
 #[derive(Args)]
 #[command(
-    mut_arg("tensor_parallel", |arg| short_name(arg, "tp").help("Ranks that share each layer [default: 1]")),
-    mut_arg("pipeline_parallel", |arg| short_name(arg, "pp").help("Stages that share the layers out [default: 1]")),
     mut_arg("device", |arg| arg.help("Hardware to plan for: this machine, cpu, a100-40g, a100-80g, h100-80g, h200, l4, \
         l40s or rtx-4090 [default: this machine]")),
     mut_arg("kv_dtype", |arg| arg.help("KV element type: f16 or f32; for other hardware also bf16, fp8 or int8 \
@@ -36,12 +34,6 @@ pub struct PlanArgs {
     capacity: capacity::CapacityArgs,
     #[command(flatten)]
     shared: ModelArgs,
-}
-
-/// Gives a flag that all commands share its short name, unless it has it everywhere.
-fn short_name(arg: Arg, name: &'static str) -> Arg {
-    let known = arg.get_all_aliases().is_some_and(|aliases| aliases.contains(&name));
-    if known { arg } else { arg.visible_alias(name) }
 }
 
 /// Plans.
