@@ -28,13 +28,15 @@ def threads(binary, model, tp, pp, num_tokens):
     port = free_port()
     command = [binary, "serve", model, "--tensor-parallel", str(tp), "--pipeline-parallel", str(pp), "--port",
                str(port), "--threads", str(tp * pp)]
-    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen(command, stderr=subprocess.PIPE)
     try:
         base = f"http://127.0.0.1:{port}"
         for _ in range(600):
             try:
                 return answers(base, num_tokens)
             except OSError:
+                if server.poll() is not None:
+                    sys.exit(f"the server with threads ended with {server.returncode}: {server.stderr.read().decode()}")
                 time.sleep(0.2)
         raise RuntimeError("the server with threads did not come up")
     finally:
@@ -71,6 +73,8 @@ def main():
         print(f"{model}: tp {options.tp} x pp {options.pp}: ready after {ready:.1f} s, {len(PROMPTS)} answers in "
               f"{took:.1f} s: {'the same as with threads' if found == want else 'DIFFERENT'}, exit {code}")
         if not good:
+            if found == want:
+                sys.exit(f"the server ended with {code}")
             for left, right in zip(want, found):
                 print(f"  threads   {left!r}\n  processes {right!r}")
             sys.exit(1)

@@ -26,6 +26,7 @@ class World:
 
     def __init__(self, binary, model, tp, pp, mpirun=(), host="127.0.0.1", prefix=(), extra=(), log=None):
         self.host, self.port, self.size = host, free_port(), tp * pp
+        self.program = pathlib.Path(binary).name
         command = [*prefix, "mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none",
                    "--mca", "mpi_yield_when_idle", "1", "-np", str(self.size), *mpirun,
                    str(binary), "serve", str(model), "--tensor-parallel", str(tp), "--pipeline-parallel", str(pp),
@@ -42,11 +43,17 @@ class World:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
-                raise RuntimeError(f"the server ended with {self.process.returncode} before it was ready")
+                reason = [line for line in self.lines() if line.startswith("pagemill: ")]
+                raise SystemExit(f"the server ended with {self.process.returncode} before it was ready: {reason}")
             if self.health() == 200:
                 return time.monotonic() - self.started
             time.sleep(0.1)
         raise RuntimeError(f"not ready after {seconds} s")
+
+    def lines(self):
+        """What it has printed."""
+        path = pathlib.Path(self.log.name)
+        return path.read_text().splitlines() if path.is_file() else []
 
     def health(self):
         try:
@@ -70,7 +77,7 @@ class World:
                 continue
             if str(self.port).encode() in words and b"serve" in words and not words[0].endswith(b"mpirun"):
                 rank = environment.get(b"OMPI_COMM_WORLD_RANK")
-                if rank is not None and pathlib.Path(words[0].decode()).name == "pagemill":
+                if rank is not None and pathlib.Path(words[0].decode()).name == self.program:
                     found[int(rank)] = int(folder.name)
         return found
 
