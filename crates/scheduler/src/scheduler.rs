@@ -4,6 +4,7 @@
 
 mod apply;
 mod continuous;
+mod filler_governor;
 mod micro_batch;
 mod sequence;
 mod static_batch;
@@ -14,6 +15,7 @@ use std::collections::{HashMap, VecDeque};
 
 use crate::id_hash::HashById;
 use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, SequenceId, StepPlan, Time};
+use filler_governor::FillerGovernor;
 use sequence::Sequence;
 use static_batch::StaticBatch;
 use step::{InFlightStep, StepBuilder};
@@ -89,6 +91,9 @@ pub struct DynamicBatchScheduler {
     /// Sequences that ended while a step in flight held them.
     num_ending: usize,
     in_flight: VecDeque<InFlightStep>,
+    governor: FillerGovernor,
+    /// The last decode step that came home, if it was no filling one and has not been timed.
+    finished_decode: Option<InFlightStep>,
     static_batch: Option<StaticBatch>,
     /// Number of the newest plan.
     step: u64,
@@ -113,6 +118,8 @@ impl DynamicBatchScheduler {
             running: Vec::new(),
             num_ending: 0,
             in_flight: VecDeque::new(),
+            governor: FillerGovernor::new(),
+            finished_decode: None,
             static_batch: None,
             step: 0,
             counters: SchedulerStats::default(),
@@ -204,6 +211,7 @@ impl DynamicBatchScheduler {
     /// is not known yet is left out. Outputs are applied in the order of the plans.
     pub fn schedule(&mut self, kv_cache: &mut PagedKvCache, now: Time) -> StepPlan {
         let mut step = StepBuilder::default();
+        self.time_decode(now);
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
         } else {
@@ -215,9 +223,12 @@ impl DynamicBatchScheduler {
             return StepPlan { step: self.step, ..StepPlan::default() };
         }
         self.step += 1;
-        let (plan, in_flight) = step.finish(self.step);
+        let (plan, mut in_flight) = step.finish(self.step, now);
         if in_flight.is_filler {
             self.counters.filler_tokens += in_flight.num_tokens as u64;
+            self.in_flight.iter_mut().for_each(|step| step.is_beside_filler = true);
+        } else {
+            in_flight.is_beside_filler = self.in_flight.iter().any(|step| step.is_filler);
         }
         self.in_flight.push_back(in_flight);
         plan

@@ -23,7 +23,7 @@ impl DynamicBatchScheduler {
         let mut sampled = output.sampled.into_iter();
         let mut prompt_logprobs = output.prompt_logprobs;
         let mut tokens: Vec<SampledToken> = Vec::new();
-        for entry in flight.entries {
+        for &entry in &flight.entries {
             tokens.clear();
             tokens.extend(sampled.by_ref().take(entry.num_sampled));
             check_samples(entry, &tokens, flight.step);
@@ -36,6 +36,7 @@ impl DynamicBatchScheduler {
             self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
         }
         assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", flight.step);
+        self.finished_decode = Some(flight).filter(|flight| !flight.is_filler && flight.is_decode());
         events
     }
 

@@ -2,18 +2,18 @@
 //! only fills a pipeline's bubbles. Pure arithmetic over ranks and counts.
 //!
 //! A *filler* is a sequence of negative priority behind some live sequence of another priority. It runs
-//! when nobody else can and a stage would idle, in steps no longer than those of the others. Once it is
-//! the first in order it is no filler any more, so that it ends for all that others do.
+//! when nobody else can and a stage would idle, in steps no longer than the others bear (`filler_governor`).
+//! Once it is the first in order it is no filler any more, so that it ends for all that others do.
 
+use super::filler_governor::TimedStep;
+use super::step::InFlightStep;
 use super::waiting::Rank;
 use super::{DynamicBatchScheduler, SchedulerConfig};
+use crate::Time;
 
 /// Prompt tokens of a step that are not cut further for the sake of equal micro-batches: below, a step
 /// costs about as much whatever it computes.
 const PREFILL_SHARE_MIN: usize = 64;
-/// Tokens of a filling step at most, where the others' steps are shorter still: a few rows cost what one
-/// does.
-const FILLER_TOKENS_MIN: usize = 4;
 
 /// Tokens that may still be scheduled in this step.
 pub(super) struct TokenBudget {
@@ -62,10 +62,11 @@ impl DynamicBatchScheduler {
         Pass { behind, fillers: false }
     }
 
-    /// The pass about fillers, if a stage would idle: fewer steps in flight than stages.
+    /// The pass about fillers, if a stage would idle, fewer steps in flight than stages, and the others
+    /// bear it.
     pub(super) fn filler_pass(&self, main: Pass) -> Option<Pass> {
         let would_idle = self.in_flight.len() < self.config.num_stages;
-        (main.behind.is_some() && would_idle).then_some(Pass { fillers: true, ..main })
+        (main.behind.is_some() && would_idle && self.filler_tokens() > 0).then_some(Pass { fillers: true, ..main })
     }
 
     /// What a step of this pass may take: of decodes and of prompt tokens about the part that leaves as
@@ -99,10 +100,21 @@ impl DynamicBatchScheduler {
         TokenBudget { decode, prefill }
     }
 
-    /// A filling step is no longer than the newest of the others in flight, so that it has left a stage
-    /// when that one's successor comes.
+    /// What the others bear beside a decode. Behind a prompt chunk a filling step may be as long as that:
+    /// it has left a stage when the chunk's successor comes.
     fn filler_tokens(&self) -> usize {
+        let borne = self.governor.num_tokens();
         let newest = self.in_flight.iter().rev().find(|step| !step.is_filler);
-        newest.map_or(0, |step| step.num_tokens).max(FILLER_TOKENS_MIN).min(self.config.max_batch_tokens)
+        let chunk = newest.filter(|step| borne > 0 && !step.is_decode()).map_or(0, |step| step.num_tokens);
+        borne.max(chunk).min(self.config.max_batch_tokens)
+    }
+
+    /// Tells the governor of the decode step that came home last: it was under way until `now`.
+    pub(super) fn time_decode(&mut self, now: Time) {
+        if let Some(step) = self.finished_decode.take() {
+            let us = now.0.saturating_sub(step.planned_at.0);
+            let InFlightStep { num_tokens, is_beside_filler, .. } = step;
+            self.governor.record(TimedStep { us, num_tokens, is_beside_filler });
+        }
     }
 }

@@ -2,7 +2,7 @@
 //! a plan: decodes first, then prompt chunks, each in order of precedence.
 
 use super::sequence::Sequence;
-use crate::{BlockCopy, PagedKvCache, ScheduledSequence, SequenceId, StepPlan};
+use crate::{BlockCopy, PagedKvCache, ScheduledSequence, SequenceId, StepPlan, Time};
 
 /// A plan in the making.
 #[derive(Debug, Default)]
@@ -22,6 +22,9 @@ pub(super) struct InFlightStep {
     /// Made of fillers only.
     pub(super) is_filler: bool,
     pub(super) num_tokens: usize,
+    pub(super) planned_at: Time,
+    /// A filling step was in flight at the same time as this one, which is none.
+    pub(super) is_beside_filler: bool,
     pub(super) copies: Vec<BlockCopy>,
     pub(super) entries: Vec<InFlightEntry>,
 }
@@ -38,6 +41,13 @@ pub(super) struct InFlightEntry {
     pub(super) num_sampled: usize,
     /// Prompt log-probabilities come with the output.
     pub(super) prompt_logprobs: bool,
+}
+
+impl InFlightStep {
+    /// Whether it has no prompt tokens.
+    pub(super) fn is_decode(&self) -> bool {
+        self.entries.iter().all(|entry| entry.num_prompt_tokens == 0)
+    }
 }
 
 impl StepBuilder {
@@ -85,7 +95,7 @@ impl StepBuilder {
     }
 
     /// The plan, and what to remember of it.
-    pub(super) fn finish(self, step: u64) -> (StepPlan, InFlightStep) {
+    pub(super) fn finish(self, step: u64, planned_at: Time) -> (StepPlan, InFlightStep) {
         let num_decodes = self.decodes.len();
         let mut sequences = self.decodes;
         sequences.extend(self.chunks);
@@ -102,6 +112,8 @@ impl StepBuilder {
             step,
             is_filler: self.is_filler,
             num_tokens: plan.num_tokens(),
+            planned_at,
+            is_beside_filler: false,
             copies: plan.block_copies.clone(),
             entries,
         };

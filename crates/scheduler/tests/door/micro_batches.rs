@@ -111,7 +111,7 @@ fn fillers_run_only_where_a_stage_would_idle() {
     let filling = house.schedule().unwrap();
     assert!(requests_of(&filling).iter().all(|id| *id >= 10) && filling.num_tokens() <= 4, "{filling:?}");
     assert_eq!(house.schedule(), None, "no stage would idle");
-    for _ in 0..10 {
+    for _ in 0..6 {
         house.apply();
         fill(&mut house, 4);
         let steps: Vec<_> = house.in_flight.iter().map(requests_of).collect();
@@ -128,6 +128,33 @@ fn fillers_run_only_where_a_stage_would_idle() {
     fillers.iter().for_each(|spec| house.assert_solo(spec));
     assert!(house.scheduler.stats().filler_tokens > 0);
     house.assert_idle();
+}
+
+#[test]
+fn fillers_that_slow_the_others_down_wait() {
+    for (us_beside, range) in [(100_000, 0.7..1.0), (120_000, 0.0..0.2)] {
+        let mut house = House::new(pipeline(4, 2), cache_config(400, 4));
+        house.submit(request(1, prompt(1, 4), 400)).unwrap();
+        fill(&mut house, 4);
+        drain(&mut house);
+        for id in 10..14u64 {
+            house.submit(offline(id, prompt(id as u32, 4), 300)).unwrap();
+        }
+        let (mut num_decodes, mut num_filled) = (0, 0);
+        while num_decodes < 300 {
+            fill(&mut house, 4);
+            let is_decode = requests_of(&house.in_flight[0]) == [1];
+            let is_filled = house.in_flight.len() == 2;
+            if is_decode {
+                num_decodes += 1;
+                num_filled += i32::from(is_filled);
+                house.now = Time(house.now.0 + if is_filled { us_beside } else { 100_000 });
+            }
+            house.apply();
+        }
+        let share = f64::from(num_filled) / f64::from(num_decodes);
+        assert!(range.contains(&share), "{us_beside}: {share}");
+    }
 }
 
 #[test]
