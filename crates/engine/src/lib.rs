@@ -27,6 +27,7 @@ pub mod request;
 mod sampler;
 pub mod sampling;
 pub mod sink;
+mod stage_costs;
 mod warm_up;
 mod worker;
 

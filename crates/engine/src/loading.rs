@@ -6,6 +6,7 @@ use crate::memory::{KvDemand, KvFactors, size_kv_pool};
 use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
 use crate::ranks::BringUp;
+use crate::stage_costs;
 use crate::worker::{PaddingBlocks, Worker};
 use crate::{EngineConfig, EngineError, Executor, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
 use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
@@ -57,12 +58,12 @@ pub fn build_engine_on(
 ) -> Result<BuiltEngine, EngineError> {
     check_ranks(&ranks, config)?;
     let spec = pagemill_model::read_spec(checkpoint)?;
-    let stages = pagemill_model::plan_stages(checkpoint, config.parallel)?;
     let mut limits = Limits::resolve(&spec, config)?;
     // One host's memory, which all ranks share; on GPUs there is one rank.
     let Some(backend) = ranks.first().map(|rank| &rank.backend) else {
         return Err(EngineError::Internal("a model on no rank".into()));
     };
+    let stages = stage_costs::plan(checkpoint, config.parallel, &**backend)?;
     let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
 
     let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };

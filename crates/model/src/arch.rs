@@ -10,10 +10,11 @@ mod qwen3;
 use crate::config::{Dialect, RawConfig};
 use crate::decoder::{self, Architecture};
 use crate::{CausalLm, LoadProgress, ModelError, ModelSpec, ParallelMode, RankContext, Stage};
+use pagemill_backend::DType;
 use pagemill_formats::Weights;
 
 type ReadSpec = fn(&RawConfig, &Weights) -> Result<ModelSpec, ModelError>;
-type PlanStages = fn(&RawConfig, &Weights, ParallelMode) -> Result<Vec<Stage>, ModelError>;
+type PlanStages = fn(&RawConfig, &Weights, ParallelMode, &dyn Fn(DType) -> u64) -> Result<Vec<Stage>, ModelError>;
 type Load =
     fn(&RawConfig, &Weights, &RankContext, &Stage, &dyn Fn(LoadProgress)) -> Result<Box<dyn CausalLm>, ModelError>;
 

@@ -9,7 +9,7 @@ use crate::made_up;
 use crate::names::{NameTable, Spelling};
 use crate::weights::{Module, WeightReader, dtype_of};
 use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, ParallelMode, RankContext, Stage};
-use pagemill_backend::{BackendError, KvPool, Tensor};
+use pagemill_backend::{BackendError, DType, KvPool, Tensor};
 use pagemill_formats::Weights;
 
 /// What an architecture file provides.
@@ -147,9 +147,10 @@ pub(crate) fn plan_stages<A: Architecture>(
     raw: &RawConfig,
     weights: &Weights,
     mode: ParallelMode,
+    byte_cost: &dyn Fn(DType) -> u64,
 ) -> Result<Vec<Stage>, ModelError> {
     let architecture = read::<A>(raw)?;
-    holdings::plan_stages(architecture.spec(), weights, spelling::<A>(raw, weights), mode)
+    holdings::plan_stages(architecture.spec(), weights, spelling::<A>(raw, weights), mode, byte_cost)
 }
 
 /// Loads this rank's share of the weights of `stage`.

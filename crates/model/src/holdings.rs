@@ -7,6 +7,7 @@ use crate::shard::{Shard, ShardError};
 use crate::stage::{Costs, balance};
 use crate::weights::dtype_of;
 use crate::{ModelError, ParallelMode, Stage};
+use pagemill_backend::DType;
 use pagemill_formats::{TensorInfo, Weights};
 
 /// Tokens of a step for which the embedding is counted, a row each: it is looked up, not read whole.
@@ -39,7 +40,7 @@ impl Holdings<'_> {
     }
 }
 
-/// The stages of `mode`, balanced by the bytes of weights that a step reads.
+/// The stages of `mode`, balanced by the bytes of weights that a step reads, each at `byte_cost` of its type.
 ///
 /// # Errors
 /// [`ModelError::Parallel`] naming the numbers that do not fit together.
@@ -48,10 +49,11 @@ pub(crate) fn plan_stages(
     weights: &Weights,
     spelling: Spelling,
     mode: ParallelMode,
+    byte_cost: &dyn Fn(DType) -> u64,
 ) -> Result<Vec<Stage>, ModelError> {
     check_tensor_parallel(spec, weights, spelling, mode.tensor_parallel)?;
     let count = mode.pipeline_parallel;
-    balance(&costs(spec, weights, spelling), count).ok_or_else(|| ModelError::Parallel {
+    balance(&costs(spec, weights, spelling, byte_cost), count).ok_or_else(|| ModelError::Parallel {
         key: "pipeline_parallel",
         value: count,
         detail: match count {
@@ -61,19 +63,23 @@ pub(crate) fn plan_stages(
     })
 }
 
-fn costs(spec: &DecoderSpec, weights: &Weights, spelling: Spelling) -> Costs {
-    let bytes = |module| weights.get(&spelling.outer(module, "weight")).map_or(0, TensorInfo::num_bytes);
-    let embedding = bytes("model.embed_tokens");
+fn costs(spec: &DecoderSpec, weights: &Weights, spelling: Spelling, byte_cost: &dyn Fn(DType) -> u64) -> Costs {
+    let cost = |info: &TensorInfo| {
+        let byte_cost = info.tensor_type().map_or(0, |tensor_type| byte_cost(dtype_of(tensor_type)));
+        info.num_bytes().saturating_mul(byte_cost)
+    };
+    let outer = |module| weights.get(&spelling.outer(module, "weight")).map_or(0, cost);
+    let embedding = outer("model.embed_tokens");
     let mut layers = vec![0u64; spec.layer_kinds.len()];
     for info in weights.tensors() {
-        if let Some(cost) = spelling.layer_of(info.name()).and_then(|layer| layers.get_mut(layer)) {
-            *cost = cost.saturating_add(info.num_bytes());
+        if let Some(sum) = spelling.layer_of(info.name()).and_then(|layer| layers.get_mut(layer)) {
+            *sum = sum.saturating_add(cost(info));
         }
     }
     Costs {
         layers,
         embedding: embedding / (spec.vocab_size.max(1) as u64) * EMBEDDED_TOKENS,
-        head: if spec.tied_embeddings { embedding } else { bytes("lm_head") },
+        head: if spec.tied_embeddings { embedding } else { outer("lm_head") },
     }
 }
 

@@ -26,7 +26,7 @@ pub use stage::{ParallelMode, Stage};
 
 use arch::Entry;
 use config::{Dialect, RawConfig};
-use pagemill_backend::{Backend, Collective, DeviceBatch, KvPool, Tensor};
+use pagemill_backend::{Backend, Collective, DType, DeviceBatch, KvPool, Tensor};
 pub use pagemill_formats::Checkpoint;
 use std::sync::Arc;
 
@@ -88,8 +88,34 @@ pub fn read_spec(checkpoint: &Checkpoint) -> Result<ModelSpec, ModelError> {
 /// [`ModelError::Parallel`] when heads, layers or quantisation blocks do not divide so; and as
 /// [`read_spec`].
 pub fn plan_stages(checkpoint: &Checkpoint, mode: ParallelMode) -> Result<Vec<Stage>, ModelError> {
+    plan_stages_by(checkpoint, mode, &|_| 1)
+}
+
+/// As [`plan_stages`], balanced by time: `byte_cost` says what a step pays for a byte of a weight of each type,
+/// in any unit.
+///
+/// # Errors
+/// As [`plan_stages`].
+pub fn plan_stages_by(
+    checkpoint: &Checkpoint,
+    mode: ParallelMode,
+    byte_cost: &dyn Fn(DType) -> u64,
+) -> Result<Vec<Stage>, ModelError> {
     let (entry, raw) = identify(checkpoint)?;
-    (entry.plan_stages)(&raw, checkpoint.weights(), mode)
+    (entry.plan_stages)(&raw, checkpoint.weights(), mode, byte_cost)
+}
+
+/// The types of a checkpoint's matrices, each once.
+#[must_use]
+pub fn matrix_types(checkpoint: &Checkpoint) -> Vec<DType> {
+    let matrices = checkpoint.weights().tensors().iter().filter(|info| info.num_rows() > 1);
+    let mut types: Vec<DType> = Vec::new();
+    for dtype in matrices.filter_map(|info| info.tensor_type()).map(weights::dtype_of) {
+        if !types.contains(&dtype) {
+            types.push(dtype);
+        }
+    }
+    types
 }
 
 /// Loads this rank's share of the weights of a model of one stage.

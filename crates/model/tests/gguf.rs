@@ -5,9 +5,12 @@
 mod harness;
 
 use harness::{check_goldens, zoo};
+use pagemill_backend::DType;
 use pagemill_formats::testing::GgufWriter;
 use pagemill_formats::{Checkpoint, TensorType, Weights};
-use pagemill_model::{KvKind, ModelError, ModelSpec, ParallelMode, plan_stages, read_spec};
+use pagemill_model::{
+    KvKind, ModelError, ModelSpec, ParallelMode, Stage, matrix_types, plan_stages, plan_stages_by, read_spec,
+};
 use std::path::PathBuf;
 
 const OUTER: [(&str, &str); 3] =
@@ -265,6 +268,30 @@ fn tensors_are_accounted_for() {
     );
     refused(&llama().f32_tensor("rope_freqs.weight", &[16], &[0.0; 16]), "\"rope_freqs.weight\": holds a divisor");
     refused(&gemma().f32_tensor("rope_freqs.weight", &[32], &[1.0; 32]), "\"rope_freqs.weight\": not used");
+}
+
+/// A head of another type than the layers counts for the time that its bytes take.
+#[test]
+fn stages_are_balanced_by_the_cost_of_each_types_bytes() {
+    let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
+    let spec = read_spec(&checkpoint).unwrap();
+    // 256 KiB of f32 head, and four layers of 18 KiB of Q4_K each.
+    let writer = keys("llama", &spec).f32("llama.rope.freq_base", 1e4).f32_tensor(
+        "token_embd.weight",
+        &[512, 128],
+        &vec![0.0; 512 * 128],
+    );
+    let down = |writer: GgufWriter, layer| {
+        writer.tensor(&format!("blk.{layer}.ffn_down.weight"), 12, &[128, 256], vec![0; 128 * 144])
+    };
+    let (_folder, path) = write(&(0..spec.num_layers).fold(writer, down));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    assert_eq!(matrix_types(&checkpoint), [DType::F32, DType::Q4_K]);
+    let mode = ParallelMode { tensor_parallel: 1, pipeline_parallel: 2 };
+    let first = |stages: Vec<Stage>| stages[0].layers.len();
+    assert_eq!(first(plan_stages(&checkpoint, mode).unwrap()), 3, "the head has the most bytes");
+    let dear = |dtype| if dtype == DType::Q4_K { 100 } else { 1 };
+    assert_eq!(first(plan_stages_by(&checkpoint, mode, &dear).unwrap()), 2, "but its bytes are cheap");
 }
 
 /// Blocks of 256 cannot be cut where two ranks would share one; whatever else divides.
