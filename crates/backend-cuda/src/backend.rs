@@ -5,8 +5,9 @@
 //! Matrices are multiplied with bf16 inputs and f32 sums; the residual stream, norms, softmax and logits are f32.
 //! With [`Activations::F32`] everything is f32, for comparisons.
 //!
-//! A row's bits depend on its own input only in every op but [`Backend::linear`], whose algorithm cuBLASLt picks
-//! by the number of tokens.
+//! A row's bits depend on its own input only in every op but [`Backend::linear`] and [`Backend::gated_mlp`]. There they
+//! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
+//! algorithm by the number of tokens.
 
 use crate::attention::{AttentionOps, HeadsTask, LayerPool};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
@@ -14,7 +15,7 @@ use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
-use crate::linear::{LinearOps, Matrix, Product};
+use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
 use crate::loading::{CudaWeight, cuda_weight, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
@@ -24,7 +25,8 @@ use cudarc::driver::result;
 use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
 use pagemill_backend::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
-    HeadTransform, KvPool, KvPoolSpec, LinearPart, Norm, Qkv, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
+    HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows, RopeTable, Tensor,
+    Weight, WeightDesc, composed,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -102,6 +104,12 @@ impl CudaBackend {
             activations: config.activations,
             device,
         })
+    }
+
+    /// How often the kernel for products of few tokens was launched, each launch of a recorded step counted once.
+    /// For tests and diagnosis.
+    pub fn small_product_launches(&self) -> u64 {
+        self.linear.small_launches()
     }
 
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {
@@ -382,6 +390,24 @@ impl Backend for CudaBackend {
             return Ok(());
         }
         self.linear.run(&self.rows, view(OP, x)?, num_tokens, cols, &products)
+    }
+
+    /// Gate, up and the activation between them in one kernel where there is one for them.
+    fn gated_mlp(&self, input: LinearInput<'_>, mlp: &MlpWeights<'_>) -> Result<Tensor, BackendError> {
+        const OP: &str = "gated_mlp";
+        let (num_tokens, cols) = (input.rows(), input.cols());
+        let (gate, up) = (matrix(OP, mlp.gate.weight)?, matrix(OP, mlp.up.weight)?);
+        let has_bias = mlp.gate.bias.is_some() || mlp.up.bias.is_some();
+        if has_bias || gate.cols != cols || !self.linear.takes_gated(num_tokens, gate, up) {
+            return composed::gated_mlp(self, input, mlp);
+        }
+        let x = composed::rows(self, input)?;
+        let inner = self.activation(num_tokens, gate.rows)?; // [T, F]
+        let product = GatedProduct { gate, up, act: mlp.act, out: view(OP, &inner)? };
+        self.linear.gated(&self.rows, view(OP, &x)?, num_tokens, &product)?;
+        let mut out = self.activation(num_tokens, mlp.down.weight.rows())?; // [T, D]
+        self.linear(&inner, &mut [mlp.down.part(&mut out)])?;
+        Ok(out)
     }
 
     fn rope(

@@ -19,7 +19,7 @@ pub(crate) struct Launch {
 }
 
 /// A 16-bit element: of the cache, or of dense weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Half {
     /// bfloat16.
     Bf16,
