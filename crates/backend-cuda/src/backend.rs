@@ -7,14 +7,16 @@
 //!
 //! A row's bits depend on its own input only in every op but [`Backend::linear`] and [`Backend::gated_mlp`]. There they
 //! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
-//! algorithm by the number of tokens.
+//! algorithm by the number of tokens. [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where
+//! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
 
-use crate::attention::{AttentionOps, HeadsTask, LayerPool};
+use crate::attention::{AttentionLaunches, AttentionOps, AttentionTask, HeadsTask, LayerPool, PoolTensor};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
 use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
+use crate::kernels::attention_plan::{LayerKind, PlanPlace};
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
 use crate::loading::{CudaWeight, cuda_weight, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
@@ -136,9 +138,34 @@ impl CudaBackend {
         kv: &'a KvPool,
         layer_idx: usize,
     ) -> Result<LayerPool<'a>, BackendError> {
-        let buffer = kv.layer(layer_idx).as_any().downcast_ref::<CudaBuffer>();
-        let buffer = buffer.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
-        Ok(LayerPool { spec: kv.spec(), address: buffer.address() })
+        let tensor = kv.layer(layer_idx).as_any().downcast_ref::<PoolTensor>();
+        let tensor = tensor.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
+        Ok(LayerPool { spec: kv.spec(), address: tensor.address(), map: tensor.map() })
+    }
+
+    /// The batch's plan for a kind of layers, made if this is the first time; `None` if that cannot be done now.
+    fn attention_plan(
+        &self,
+        op: &'static str,
+        kind: LayerKind,
+        batch: &DeviceBatch,
+    ) -> Result<Option<PlanPlace>, BackendError> {
+        let device = device_batch(op, batch)?;
+        if let Some(place) = device.plan(&kind) {
+            return Ok(Some(place));
+        }
+        // An upload would become part of the record. The step before a recorded one has met all kinds, unless it
+        // failed.
+        if lock(&self.records).is_recording() {
+            return Ok(None);
+        }
+        lock(&self.batch).add_plan(kind, &batch.layout, device).map(Some)
+    }
+
+    /// How often each of the attention kernels was launched, each launch of a recorded step counted once. For tests
+    /// and diagnosis.
+    pub fn attention_launches(&self) -> AttentionLaunches {
+        self.attention.launches()
     }
 
     /// Uploads small floats to a range of their own.
@@ -250,12 +277,13 @@ impl Backend for CudaBackend {
     fn workspace(&self) -> (usize, u64) {
         let (temporaries, growths) = self.workspace.held();
         let kept = self.linear.len_bytes() + lock(&self.batch).len_bytes() + lock(&self.records).len_bytes();
-        (temporaries + kept, growths)
+        (temporaries + kept + self.attention.len_bytes(), growths)
     }
 
     fn alloc_kv(&self, spec: &KvPoolSpec) -> Result<KvPool, BackendError> {
         self.attention.check_pool(spec)?;
         lock(&self.records).clear();
+        lock(&self.batch).forget_plans();
         let cols = [spec.block_size, spec.num_kv_heads, spec.head_dim]
             .into_iter()
             .try_fold(2_usize, usize::checked_mul)
@@ -264,7 +292,7 @@ impl Backend for CudaBackend {
         let layers = (0..spec.layers_per_group)
             .map(|_| {
                 let memory = DeviceMemory::zeroed(&self.device, bytes, "the KV pool")?;
-                Ok(Box::new(CudaBuffer::over(Arc::new(memory))) as _)
+                Ok(Box::new(self.attention.pool_tensor(memory, spec)?) as _)
             })
             .collect::<Result<Vec<_>, BackendError>>()?;
         Ok(KvPool::from_buffers(spec.clone(), layers))
@@ -508,8 +536,13 @@ impl Backend for CudaBackend {
         let (q, out) = (view(OP, q)?, view(OP, out)?);
         ensure_same_elem(OP, q, out)?;
         ensure_covered(OP, batch, params.group_idx, params.window, kv.spec().block_size)?;
-        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
-        self.attention.attention(q, params, num_tokens, device_batch(OP, batch)?, pool, out)
+        let task = AttentionTask { q, out, params, num_tokens };
+        let (device, pool) = (device_batch(OP, batch)?, self.pool_layer(OP, kv, params.layer_in_group)?);
+        let plan = match self.attention.kind(&task, device, pool) {
+            Some(kind) => self.attention_plan(OP, kind, batch)?,
+            None => None,
+        };
+        self.attention.attention(&task, device, plan, pool)
     }
 
     fn gated_activation(
