@@ -111,11 +111,12 @@ __device__ __forceinline__ uint4 stream16_if(const void* p, bool wanted) {
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(wanted)));
     return v;
 }
-/// A cached 16-byte load where `wanted`, else zeros: activations, which every thread block reads.
+/// A cached 16-byte load where `wanted`, else zeros: activations, which every thread block reads. Not `.nc`: under
+/// programmatic dependent launch they are written while the kernel that reads them is already there.
 __device__ __forceinline__ uint4 cached16_if(const void* p, bool wanted) {
     uint4 v;
     asm volatile("{ .reg .pred p; setp.ne.u32 p, %5, 0; mov.u32 %0, 0; mov.u32 %1, 0; mov.u32 %2, 0; mov.u32 %3, 0;"
-                 " @p ld.global.nc.v4.u32 {%0,%1,%2,%3}, [%4]; }"
+                 " @p ld.global.v4.u32 {%0,%1,%2,%3}, [%4]; }"
                  : "=&r"(v.x), "=&r"(v.y), "=&r"(v.z), "=&r"(v.w) : "l"(p), "r"(static_cast<uint32_t>(wanted)));
     return v;
 }

@@ -1,13 +1,25 @@
 //! Rope, the way of K and V into the pool, and attention over it. Decides which kernel runs; the step's metadata
 //! was checked when it was uploaded. Callers have checked shapes.
+//!
+//! Attention of bf16 activations over 16-bit pools runs `attention_decode` for sequences with one new token and
+//! `attention_prefill` (or `attention_prefill_any`) for the others, where they have the shape; all else runs
+//! `attention_plain`.
 
 use crate::batch::{CudaBatch, GroupPlace};
-use crate::check::View;
+use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
+use crate::kernels::attention_decode::{DecodeParams, DecodeVariant, max_slots_balanced};
+use crate::kernels::attention_plan::{DecodePlace, Heads, LayerKind, PlanPlace, PrefillPlace, supports_block_size};
+use crate::kernels::attention_prefill::{KvMap, PrefillParams, PrefillVariant};
+use crate::kernels::{ActivationType, Half};
+use crate::memory::DeviceMemory;
 use crate::rope_angles::AngleTables;
 use crate::rows::{Function, by_elem};
-use pagemill_backend::{AttentionParams, BackendError, DType, KvPoolSpec, RopeStyle, RopeTable};
+use cudarc::driver::{result, sys};
+use pagemill_backend::{AttentionParams, BackendError, DType, DeviceBuffer, KvPoolSpec, RopeStyle, RopeTable};
+use std::any::Any;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// `MAX_PAIRS` in rope_kv.cu.
@@ -20,6 +32,10 @@ const HEAD_WARPS: u32 = 8;
 const FEW_TOKENS: u32 = 64;
 /// `WARPS` in attention_plain.cu.
 const PLAIN_WARPS: u32 = 4;
+/// Dynamic shared memory that a kernel may have without asking.
+const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+/// The target whose images have `attention_prefill`; in the others its kernels are empty.
+const HOPPER_TARGET: &str = "sm_90a";
 
 /// `RopeArgs` in rope_kv.cu.
 #[repr(C)]
@@ -128,6 +144,74 @@ fn by_elem_and_kv(kernels: &Kernels, name: &str) -> Result<ByElemAndKv, BackendE
     Ok([by_kv("f32")?, by_kv("bf16")?])
 }
 
+/// How often each attention kernel was launched.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct AttentionLaunches {
+    /// `attention_plain`.
+    pub plain: u64,
+    /// `attention_decode`.
+    pub decode: u64,
+    /// `attention_prefill`: warpgroup products and the copy engine.
+    pub prefill: u64,
+    /// `attention_prefill_any`.
+    pub prefill_any: u64,
+}
+
+/// [`AttentionLaunches`] while they are counted.
+#[derive(Default)]
+struct LaunchCounts {
+    plain: AtomicU64,
+    decode: AtomicU64,
+    prefill: AtomicU64,
+    prefill_any: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// One tensor of a pool.
+pub(crate) struct PoolTensor {
+    memory: DeviceMemory,
+    map: Option<[u64; 16]>,
+}
+
+impl PoolTensor {
+    /// Where it lies.
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// See [`LayerPool::map`].
+    pub(crate) fn map(&self) -> Option<&[u64; 16]> {
+        self.map.as_ref()
+    }
+}
+
+impl DeviceBuffer for PoolTensor {
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+
+    fn len_bytes(&self) -> usize {
+        self.memory.len()
+    }
+}
+
+/// Where pieces of a sequence leave their results. Launches follow each other, so layers share it.
+struct DecodeScratch {
+    variant: DecodeVariant,
+    heads: Heads,
+    /// `partial_out`, `partial_max_sum`, `arrivals`, for the most slots that a plan has.
+    memory: DeviceMemory,
+    max_sum: u64,
+    arrivals: u64,
+}
+
 /// The attention kernels of one device.
 pub(crate) struct AttentionOps {
     device: Arc<Device>,
@@ -137,6 +221,12 @@ pub(crate) struct AttentionOps {
     kv_write: ByElemAndKv,
     heads: ByElemAndKv,
     plain: ByElemAndKv,
+    decode: Vec<(DecodeVariant, Function)>,
+    prefill: Vec<(PrefillVariant, Function)>,
+    scratch: Mutex<Vec<DecodeScratch>>,
+    /// Whether the kernels were compiled for [`HOPPER_TARGET`].
+    is_hopper: bool,
+    counts: LaunchCounts,
 }
 
 /// One layer's pool tensor.
@@ -144,6 +234,48 @@ pub(crate) struct AttentionOps {
 pub(crate) struct LayerPool<'a> {
     pub(crate) spec: &'a KvPoolSpec,
     pub(crate) address: u64,
+    /// `CUtensorMap`, where there is a kernel that reads the pool through it.
+    pub(crate) map: Option<&'a [u64; 16]>,
+}
+
+/// Attention of q `[T, H * E]` into out `[T, H * E]`, both of one type.
+pub(crate) struct AttentionTask<'a> {
+    pub(crate) q: View,
+    pub(crate) out: View,
+    pub(crate) params: &'a AttentionParams,
+    pub(crate) num_tokens: usize,
+}
+
+impl AttentionTask<'_> {
+    fn heads(&self) -> Heads {
+        Heads {
+            num_heads: word(self.params.num_heads),
+            num_kv_heads: word(self.params.num_kv_heads),
+            head_dim: word(self.params.head_dim),
+        }
+    }
+}
+
+/// As the fast kernels name a pool's elements; `None` where they read none such.
+fn half(dtype: DType) -> Option<Half> {
+    match dtype {
+        DType::BF16 => Some(Half::Bf16),
+        DType::F16 => Some(Half::F16),
+        _ => None,
+    }
+}
+
+/// The kernel `name`, allowed as much dynamic shared memory as its launches ask for.
+fn tiled(device: &Device, kernels: &Kernels, name: &str, shared_bytes: u32) -> Result<Function, BackendError> {
+    let function = kernels.get(name)?;
+    if shared_bytes > SHARED_BYTES_UNASKED {
+        let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        device.bind()?;
+        // SAFETY: a function of a loaded module.
+        unsafe { result::function::set_function_attribute(function, limit, shared_bytes.cast_signed()) }
+            .map_err(|error| device.fault(&format!("giving {name} {shared_bytes} bytes of shared memory"), error))?;
+    }
+    Ok(Function(function))
 }
 
 /// A shape that was checked to fit 32 bits when its pool or batch was made.
@@ -155,6 +287,7 @@ fn word(count: usize) -> u32 {
 impl AttentionOps {
     /// Looks the kernels up.
     pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels) -> Result<Self, BackendError> {
+        let is_hopper = kernels.target() == HOPPER_TARGET;
         Ok(Self {
             device: Arc::clone(device),
             rope: by_elem(kernels, "rope")?,
@@ -163,7 +296,86 @@ impl AttentionOps {
             kv_write: by_elem_and_kv(kernels, "kv_write")?,
             heads: by_elem_and_kv(kernels, "heads")?,
             plain: by_elem_and_kv(kernels, "attention_plain")?,
+            decode: DecodeVariant::all()
+                .into_iter()
+                .map(|variant| Ok((variant, tiled(device, kernels, &variant.name(), variant.shared_bytes())?)))
+                .collect::<Result<_, BackendError>>()?,
+            prefill: PrefillVariant::all(is_hopper)
+                .into_iter()
+                .map(|variant| Ok((variant, tiled(device, kernels, &variant.name(), variant.shared_bytes())?)))
+                .collect::<Result<_, BackendError>>()?,
+            scratch: Mutex::default(),
+            is_hopper,
+            counts: LaunchCounts::default(),
         })
+    }
+
+    /// Bytes held for pieces' results.
+    pub(crate) fn len_bytes(&self) -> usize {
+        let scratch = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        scratch.iter().map(|held| held.memory.len()).sum()
+    }
+
+    /// Launches so far.
+    pub(crate) fn launches(&self) -> AttentionLaunches {
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let LaunchCounts { plain, decode, prefill, prefill_any } = &self.counts;
+        AttentionLaunches {
+            plain: read(plain),
+            decode: read(decode),
+            prefill: read(prefill),
+            prefill_any: read(prefill_any),
+        }
+    }
+
+    /// A pool tensor over this memory, with its map for the copy engine.
+    pub(crate) fn pool_tensor(&self, memory: DeviceMemory, spec: &KvPoolSpec) -> Result<PoolTensor, BackendError> {
+        let map = self.kv_map(memory.address(), spec)?;
+        Ok(PoolTensor { memory, map })
+    }
+
+    /// `CUtensorMap` of a pool tensor; `None` where no kernel would read it.
+    fn kv_map(&self, address: u64, spec: &KvPoolSpec) -> Result<Option<[u64; 16]>, BackendError> {
+        let (head_dim, block_size) = (word(spec.head_dim), word(spec.block_size));
+        let Some(kv) = half(spec.dtype) else {
+            return Ok(None);
+        };
+        let is_read = PrefillVariant::select(kv, head_dim, self.is_hopper).is_some_and(|variant| variant.needs_map());
+        let KvMap { dims, stride_bytes, box_dims } =
+            KvMap::new(spec.num_blocks as u64, word(spec.num_kv_heads), block_size, head_dim);
+        // The kernel counts rows in 31 bits.
+        let is_counted = i32::try_from(dims[1]).is_ok_and(|rows| rows > 0);
+        if !is_read || !is_counted || !supports_block_size(block_size) {
+            return Ok(None);
+        }
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let data_type = match kv {
+            Half::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            Half::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        };
+        let element_steps = [1_u32; 2];
+        self.device.bind()?;
+        // SAFETY: writes one map and reads two sizes, one stride (of the second dimension), two of the box and two
+        // steps; the address is only noted down.
+        unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                data_type,
+                2,
+                address as *mut std::ffi::c_void,
+                dims.as_ptr(),
+                &raw const stride_bytes,
+                box_dims.as_ptr(),
+                element_steps.as_ptr(),
+                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
+                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
+                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+            )
+        }
+        .result()
+        .map_err(|error| self.device.fault("describing the KV pool to the copy engine", error))?;
+        Ok(Some(map.opaque))
     }
 
     /// Refuses pools that no kernel reads, when they are allocated.
@@ -308,16 +520,157 @@ impl AttentionOps {
         unsafe { self.device.launch(function.0, (num_tokens, 1), threads, 0, &args) }
     }
 
-    /// Attention of q `[T, H * E]` over the pool.
+    /// What a plan is made for; `None` where only the plain kernel serves.
+    pub(crate) fn kind(&self, task: &AttentionTask<'_>, batch: &CudaBatch, pool: LayerPool<'_>) -> Option<LayerKind> {
+        let kv = half(pool.spec.dtype).filter(|_| task.q.elem == Elem::Bf16)?;
+        // The kernels count positions in 31 bits; a window beyond sees everything.
+        i32::try_from(batch.max_seq_len).ok()?;
+        let window = task.params.window.and_then(|window| i32::try_from(window).ok());
+        let window = window.map(i32::unsigned_abs);
+        let block_size = word(pool.spec.block_size);
+        LayerKind::select(task.params.group_idx, window, task.heads(), kv, block_size, pool.map.is_some())
+    }
+
+    /// Attention over the pool: by the plan's kernels, without a plan by the plain one.
     pub(crate) fn attention(
         &self,
-        q: View,
-        params: &AttentionParams,
-        num_tokens: usize,
+        task: &AttentionTask<'_>,
+        batch: &CudaBatch,
+        plan: Option<PlanPlace>,
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let Some(PlanPlace { kind, decode, prefill }) = plan else {
+            return self.attention_plain(task, batch, pool);
+        };
+        // Prompts first: decodes may start beside them.
+        if let Some(place) = prefill {
+            self.attention_prefill(task, batch, (&kind, place), pool)?;
+        }
+        if let Some(place) = decode {
+            self.attention_decode(task, batch, (&kind, place), pool)?;
+        }
+        Ok(())
+    }
+
+    /// Attention of the sequences with one new token.
+    fn attention_decode(
+        &self,
+        task: &AttentionTask<'_>,
+        batch: &CudaBatch,
+        (kind, place): (&LayerKind, DecodePlace),
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
+        let function = self.decode.iter().find(|(variant, _)| *variant == kind.decode);
+        let (_, function) = function.ok_or_else(|| self.device.broken(format!("no kernel {}", kind.decode.name())))?;
+        let launch = kind.decode.launch(num_heads, num_kv_heads, place.blocks);
+        let mut held = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
+        let scratch = self.decode_scratch(&mut held, kind, launch.grid)?;
+        let args = DecodeParams {
+            q: task.q.address,
+            out: task.out.address,
+            kv: pool.address,
+            block_table: batch.tables,
+            pieces: place.pieces,
+            piece_start: place.piece_start,
+            partial_out: scratch.memory.address(),
+            partial_max_sum: scratch.max_sum,
+            arrivals: scratch.arrivals,
+            sinks: 0,
+            scale: task.params.scale,
+            soft_cap: 0.0,
+            window: kind.window.unwrap_or(0),
+            num_heads,
+            num_kv_heads,
+            block_size_log2: pool.spec.block_size.trailing_zeros(),
+            q_stride: num_heads * head_dim,
+            out_stride: num_heads * head_dim,
+            q_type: ActivationType::Bf16 as u32,
+            out_type: ActivationType::Bf16 as u32,
+        };
+        count(&self.counts.decode);
+        // SAFETY: the struct is the kernel's; the op checked both shapes, and that every position in sight has a
+        // block inside the pool, which is what the plan's pieces walk over; the scratch holds the most slots of a
+        // plan for so many thread blocks. Ahead of its wait the kernel reads the plan, tables, and keys of earlier
+        // steps. Those were there before the kernel that precedes it could start: a kernel starts, or lets its
+        // successor start, only when all before it are done.
+        unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
+    }
+
+    /// The place of pieces' results, for this grid; allocates only while warming up.
+    fn decode_scratch<'a>(
+        &self,
+        held: &'a mut Vec<DecodeScratch>,
+        kind: &LayerKind,
+        (blocks, grid_y): (u32, u32),
+    ) -> Result<&'a DecodeScratch, BackendError> {
+        let LayerKind { decode: variant, heads, .. } = *kind;
+        if let Some(at) = held.iter().position(|held| held.variant == variant && held.heads == heads) {
+            return Ok(&held[at]);
+        }
+        let slots = max_slots_balanced(blocks) as usize;
+        let rows = slots * heads.num_heads as usize;
+        let (out_bytes, max_sum_bytes) = (rows * heads.head_dim as usize * 4, rows * 8);
+        // The kernel leaves its counters of arrivals at zero.
+        let len = out_bytes + max_sum_bytes + slots * grid_y as usize * 4;
+        let memory = DeviceMemory::zeroed(&self.device, len, "partial results of attention")?;
+        let max_sum = memory.address() + out_bytes as u64;
+        let arrivals = max_sum + max_sum_bytes as u64;
+        held.push(DecodeScratch { variant, heads, memory, max_sum, arrivals });
+        Ok(&held[held.len() - 1])
+    }
+
+    /// Attention of the sequences with more new tokens.
+    fn attention_prefill(
+        &self,
+        task: &AttentionTask<'_>,
+        batch: &CudaBatch,
+        (kind, place): (&LayerKind, PrefillPlace),
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
+        let function = self.prefill.iter().find(|(variant, _)| *variant == kind.prefill);
+        let (_, function) = function.ok_or_else(|| self.device.broken(format!("no kernel {}", kind.prefill.name())))?;
+        let launch = kind.prefill.launch(place.num_work, word(self.device.num_multiprocessors()));
+        if i32::try_from(launch.grid.0).is_err() {
+            return Err(self.device.broken("attention over more than 2^31 tiles"));
+        }
+        let args = PrefillParams {
+            // Read only by a kernel that was selected because the pool has one.
+            kv_map: pool.map.copied().unwrap_or_default(),
+            q: task.q.address,
+            out: task.out.address,
+            kv: pool.address,
+            block_table: batch.tables,
+            tiles: place.tiles,
+            work: place.work,
+            work_start: place.work_start,
+            sinks: 0,
+            scale: task.params.scale,
+            soft_cap: 0.0,
+            window: kind.window.unwrap_or(0),
+            num_heads,
+            num_kv_heads,
+            block_size_log2: pool.spec.block_size.trailing_zeros(),
+            q_stride: num_heads * head_dim,
+            out_stride: num_heads * head_dim,
+            q_type: ActivationType::Bf16 as u32,
+            out_type: ActivationType::Bf16 as u32,
+        };
+        count(if kind.prefill.needs_map() { &self.counts.prefill } else { &self.counts.prefill_any });
+        // SAFETY: the struct is the kernel's; the op checked both shapes, and that every position in sight has a
+        // block inside the pool; the work was shared out over as many thread blocks as are launched.
+        unsafe { self.device.launch(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
+    }
+
+    /// Attention of any shape.
+    fn attention_plain(
+        &self,
+        task: &AttentionTask<'_>,
         batch: &CudaBatch,
         pool: LayerPool<'_>,
-        out: View,
     ) -> Result<(), BackendError> {
+        let AttentionTask { q, out, params, num_tokens } = *task;
         let group = batch.groups[params.group_idx];
         let args = PlainAttentionArgs {
             q: q.address,
@@ -338,6 +691,7 @@ impl AttentionOps {
         let rows = num_tokens.checked_mul(params.num_heads).and_then(|rows| i32::try_from(rows).ok());
         let rows = rows.ok_or_else(|| self.device.broken("attention over more than 2^31 query heads"))?;
         let shared = PLAIN_WARPS * (args.head_dim + 2) * 4;
+        count(&self.counts.plain);
         let function = self.plain[q.elem as usize][self.kv_idx(pool.spec)?];
         // SAFETY: the struct is the kernel's; the op checked both shapes, and that every position in sight has
         // a block inside the pool.

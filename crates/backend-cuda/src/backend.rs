@@ -5,16 +5,19 @@
 //! Matrices are multiplied with bf16 inputs and f32 sums; the residual stream, norms, softmax and logits are f32.
 //! With [`Activations::F32`] everything is f32, for comparisons.
 //!
-//! A row's bits depend on its own input only in every op but [`Backend::linear`], whose algorithm cuBLASLt picks
-//! by the number of tokens.
+//! A row's bits depend on its own input only in every op but [`Backend::linear`] and [`Backend::gated_mlp`]. There they
+//! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
+//! algorithm by the number of tokens. [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where
+//! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
 
-use crate::attention::{AttentionOps, HeadsTask, LayerPool};
+use crate::attention::{AttentionLaunches, AttentionOps, AttentionTask, HeadsTask, LayerPool, PoolTensor};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
 use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
-use crate::linear::{LinearOps, Matrix, Product};
+use crate::kernels::attention_plan::{LayerKind, PlanPlace};
+use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
 use crate::loading::{CudaWeight, cuda_weight, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
@@ -24,7 +27,8 @@ use cudarc::driver::result;
 use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
 use pagemill_backend::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
-    HeadTransform, KvPool, KvPoolSpec, LinearPart, Norm, Qkv, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
+    HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows, RopeTable, Tensor,
+    Weight, WeightDesc, composed,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -104,6 +108,12 @@ impl CudaBackend {
         })
     }
 
+    /// How often the kernel for products of few tokens was launched, each launch of a recorded step counted once.
+    /// For tests and diagnosis.
+    pub fn small_product_launches(&self) -> u64 {
+        self.linear.small_launches()
+    }
+
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {
         let dtype = elem.dtype();
         let buffer = self.workspace.take(checked_bytes("temporary", dtype, rows, cols)?)?;
@@ -128,9 +138,34 @@ impl CudaBackend {
         kv: &'a KvPool,
         layer_idx: usize,
     ) -> Result<LayerPool<'a>, BackendError> {
-        let buffer = kv.layer(layer_idx).as_any().downcast_ref::<CudaBuffer>();
-        let buffer = buffer.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
-        Ok(LayerPool { spec: kv.spec(), address: buffer.address() })
+        let tensor = kv.layer(layer_idx).as_any().downcast_ref::<PoolTensor>();
+        let tensor = tensor.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
+        Ok(LayerPool { spec: kv.spec(), address: tensor.address(), map: tensor.map() })
+    }
+
+    /// The batch's plan for a kind of layers, made if this is the first time; `None` if that cannot be done now.
+    fn attention_plan(
+        &self,
+        op: &'static str,
+        kind: LayerKind,
+        batch: &DeviceBatch,
+    ) -> Result<Option<PlanPlace>, BackendError> {
+        let device = device_batch(op, batch)?;
+        if let Some(place) = device.plan(&kind) {
+            return Ok(Some(place));
+        }
+        // An upload would become part of the record. The step before a recorded one has met all kinds, unless it
+        // failed.
+        if lock(&self.records).is_recording() {
+            return Ok(None);
+        }
+        lock(&self.batch).add_plan(kind, &batch.layout, device).map(Some)
+    }
+
+    /// How often each of the attention kernels was launched, each launch of a recorded step counted once. For tests
+    /// and diagnosis.
+    pub fn attention_launches(&self) -> AttentionLaunches {
+        self.attention.launches()
     }
 
     /// Uploads small floats to a range of their own.
@@ -242,12 +277,13 @@ impl Backend for CudaBackend {
     fn workspace(&self) -> (usize, u64) {
         let (temporaries, growths) = self.workspace.held();
         let kept = self.linear.len_bytes() + lock(&self.batch).len_bytes() + lock(&self.records).len_bytes();
-        (temporaries + kept, growths)
+        (temporaries + kept + self.attention.len_bytes(), growths)
     }
 
     fn alloc_kv(&self, spec: &KvPoolSpec) -> Result<KvPool, BackendError> {
         self.attention.check_pool(spec)?;
         lock(&self.records).clear();
+        lock(&self.batch).forget_plans();
         let cols = [spec.block_size, spec.num_kv_heads, spec.head_dim]
             .into_iter()
             .try_fold(2_usize, usize::checked_mul)
@@ -256,7 +292,7 @@ impl Backend for CudaBackend {
         let layers = (0..spec.layers_per_group)
             .map(|_| {
                 let memory = DeviceMemory::zeroed(&self.device, bytes, "the KV pool")?;
-                Ok(Box::new(CudaBuffer::over(Arc::new(memory))) as _)
+                Ok(Box::new(self.attention.pool_tensor(memory, spec)?) as _)
             })
             .collect::<Result<Vec<_>, BackendError>>()?;
         Ok(KvPool::from_buffers(spec.clone(), layers))
@@ -384,6 +420,24 @@ impl Backend for CudaBackend {
         self.linear.run(&self.rows, view(OP, x)?, num_tokens, cols, &products)
     }
 
+    /// Gate, up and the activation between them in one kernel where there is one for them.
+    fn gated_mlp(&self, input: LinearInput<'_>, mlp: &MlpWeights<'_>) -> Result<Tensor, BackendError> {
+        const OP: &str = "gated_mlp";
+        let (num_tokens, cols) = (input.rows(), input.cols());
+        let (gate, up) = (matrix(OP, mlp.gate.weight)?, matrix(OP, mlp.up.weight)?);
+        let has_bias = mlp.gate.bias.is_some() || mlp.up.bias.is_some();
+        if has_bias || gate.cols != cols || !self.linear.takes_gated(num_tokens, gate, up) {
+            return composed::gated_mlp(self, input, mlp);
+        }
+        let x = composed::rows(self, input)?;
+        let inner = self.activation(num_tokens, gate.rows)?; // [T, F]
+        let product = GatedProduct { gate, up, act: mlp.act, out: view(OP, &inner)? };
+        self.linear.gated(&self.rows, view(OP, &x)?, num_tokens, &product)?;
+        let mut out = self.activation(num_tokens, mlp.down.weight.rows())?; // [T, D]
+        self.linear(&inner, &mut [mlp.down.part(&mut out)])?;
+        Ok(out)
+    }
+
     fn rope(
         &self,
         x: &mut Tensor,
@@ -482,8 +536,13 @@ impl Backend for CudaBackend {
         let (q, out) = (view(OP, q)?, view(OP, out)?);
         ensure_same_elem(OP, q, out)?;
         ensure_covered(OP, batch, params.group_idx, params.window, kv.spec().block_size)?;
-        let pool = self.pool_layer(OP, kv, params.layer_in_group)?;
-        self.attention.attention(q, params, num_tokens, device_batch(OP, batch)?, pool, out)
+        let task = AttentionTask { q, out, params, num_tokens };
+        let (device, pool) = (device_batch(OP, batch)?, self.pool_layer(OP, kv, params.layer_in_group)?);
+        let plan = match self.attention.kind(&task, device, pool) {
+            Some(kind) => self.attention_plan(OP, kind, batch)?,
+            None => None,
+        };
+        self.attention.attention(&task, device, plan, pool)
     }
 
     fn gated_activation(

@@ -1,14 +1,16 @@
 //! The step's layout on the device: one upload into one range. Everything whose size follows from the numbers of
 //! tokens and sequences lies in front, so that equal numbers give equal addresses and recorded forwards can be
-//! run again; block tables lie behind. Knows no kernel.
+//! run again; prompts' work and block tables lie behind. Knows no kernel, but keeps a plan for each kind of
+//! attention layer that it has met (`kernels/attention_plan.rs`) and uploads it along.
 //!
 //! ```text
 //! words  positions [T]  token_seq [T]  { slots [T]  table_start [S + 1] } per group
-//!        query_start [S + 1]  seq_lens [S]  block tables of all groups
+//!        decode words per kind  prefill words per kind  block tables of all groups
 //! ```
 //! `table_start` counts from the first table of the first group.
 
 use crate::device::Device;
+use crate::kernels::attention_plan::{LayerKind, LayerPlan, PlanPlace};
 use crate::memory::DeviceMemory;
 use crate::staging::UploadRing;
 use pagemill_backend::check::{ensure, shape_error};
@@ -33,6 +35,8 @@ pub(crate) struct BatchMemory {
     serial: u64,
     token_seq: Vec<u32>,
     table_starts: Vec<Vec<u32>>,
+    /// One for each kind of attention layer that has run over this pool: as many as the model has.
+    plans: Vec<LayerPlan>,
 }
 
 /// A group's part of the device's copy.
@@ -45,17 +49,12 @@ pub(crate) struct GroupPlace {
 }
 
 /// The device's copy of a layout: all that any attention kernel reads of a batch.
-#[allow(dead_code)] // the plain kernel reads less than tiled and split ones do
 pub(crate) struct CudaBatch {
     memory: Arc<DeviceMemory>,
     /// `[T]`.
     pub(crate) positions: u64,
     /// `[T]` which sequence a token belongs to.
     pub(crate) token_seq: u64,
-    /// `[S + 1]`.
-    pub(crate) query_start: u64,
-    /// `[S]`.
-    pub(crate) seq_lens: u64,
     /// Block ids.
     pub(crate) tables: u64,
     /// One for each cache group.
@@ -68,6 +67,16 @@ pub(crate) struct CudaBatch {
     pub(crate) moves: u64,
     /// (group, window) whose tables are known to hold every block in sight.
     covered: Mutex<Vec<(usize, Option<usize>)>>,
+    /// Plans for kinds of attention layers, with their memory where they came after the upload.
+    plans: Mutex<Vec<(PlanPlace, Option<DeviceMemory>)>>,
+}
+
+impl CudaBatch {
+    /// The plan for a kind of layers, if the batch has one.
+    pub(crate) fn plan(&self, kind: &LayerKind) -> Option<PlanPlace> {
+        let plans = self.plans.lock().unwrap_or_else(PoisonError::into_inner);
+        plans.iter().map(|(place, _)| *place).find(|place| place.kind == *kind)
+    }
 }
 
 impl DeviceBuffer for CudaBatch {
@@ -96,6 +105,7 @@ impl BatchMemory {
             serial: 0,
             token_seq: Vec::new(),
             table_starts: Vec::new(),
+            plans: Vec::new(),
         })
     }
 
@@ -108,12 +118,19 @@ impl BatchMemory {
     pub(crate) fn upload(&mut self, layout: &BatchLayout) -> Result<CudaBatch, BackendError> {
         self.derive(layout);
         self.serial += 1;
+        for plan in &mut self.plans {
+            match self.table_starts.get(plan.kind().group_idx) {
+                Some(starts) => plan.make(layout, starts),
+                None => plan.clear(),
+            }
+        }
         let mut parts: Vec<&[u32]> = vec![&layout.positions, &self.token_seq];
         for (group, starts) in layout.groups.iter().zip(&self.table_starts) {
             parts.extend([group.slot_mapping.as_slice(), starts]);
         }
-        parts.extend([layout.query_start.as_slice(), &layout.seq_lens]);
-        let num_fixed = parts.len();
+        parts.extend(self.plans.iter().map(LayerPlan::decode_words));
+        parts.extend(self.plans.iter().map(LayerPlan::prefill_words));
+        let num_placed = parts.len();
         parts.extend(layout.groups.iter().map(|group| group.block_table.as_slice()));
         let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
         if len > self.layout.len() {
@@ -124,7 +141,7 @@ impl BatchMemory {
         let mut address = self.layout.address();
         // SAFETY: the range is at least `len` bytes long and used on this stream only.
         unsafe { self.ring.upload(&parts, address) }?;
-        let mut places = parts[..num_fixed].iter().map(|part| {
+        let mut places = parts[..num_placed].iter().map(|part| {
             let place = address;
             address += part.len() as u64 * 4;
             place
@@ -132,20 +149,57 @@ impl BatchMemory {
         let mut place = || places.next().unwrap_or(0);
         let (positions, token_seq) = (place(), place());
         let groups = layout.groups.iter().map(|_| GroupPlace { slots: place(), table_start: place() }).collect();
-        let (query_start, seq_lens) = (place(), place());
+        let decode_words: Vec<u64> = self.plans.iter().map(|_| place()).collect();
+        let plans = self.plans.iter().zip(decode_words).map(|(plan, decode)| (plan.place(decode, place()), None));
+        let plans = Mutex::new(plans.collect());
         Ok(CudaBatch {
             memory: Arc::clone(&self.layout),
             positions,
             token_seq,
-            query_start,
-            seq_lens,
             tables: address,
             groups,
             max_seq_len: layout.seq_lens.iter().copied().max().unwrap_or(0),
             serial: self.serial,
             moves: self.moves,
             covered: Mutex::default(),
+            plans,
         })
+    }
+
+    /// Plans for a kind of layers that is met for the first time, for this batch and all that follow.
+    pub(crate) fn add_plan(
+        &mut self,
+        kind: LayerKind,
+        layout: &BatchLayout,
+        batch: &CudaBatch,
+    ) -> Result<PlanPlace, BackendError> {
+        self.derive(layout);
+        let at = match self.plans.iter().position(|plan| *plan.kind() == kind) {
+            Some(at) => at,
+            None => {
+                let num_sms = u32::try_from(self.device.num_multiprocessors()).unwrap_or(1);
+                self.plans.push(LayerPlan::new(kind, num_sms));
+                // Later batches have the plan among what lies in front.
+                self.moves += 1;
+                self.plans.len() - 1
+            }
+        };
+        let plan = &mut self.plans[at];
+        plan.make(layout, &self.table_starts[kind.group_idx]);
+        let parts = [plan.decode_words(), plan.prefill_words()];
+        let len = parts.iter().map(|part| part.len() * 4).sum();
+        let memory = DeviceMemory::take(&self.device, len, "a plan for attention")?;
+        // SAFETY: the range is `len` bytes long and was just taken.
+        unsafe { self.ring.upload(&parts, memory.address()) }?;
+        let place = plan.place(memory.address(), memory.address() + plan.decode_words().len() as u64 * 4);
+        batch.plans.lock().unwrap_or_else(PoisonError::into_inner).push((place, Some(memory)));
+        Ok(place)
+    }
+
+    /// Forgets the kinds of layers: another pool is coming.
+    pub(crate) fn forget_plans(&mut self) {
+        self.plans.clear();
+        self.moves += 1;
     }
 
     /// Fills `token_seq` and `table_starts`.

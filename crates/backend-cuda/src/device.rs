@@ -177,6 +177,52 @@ impl Device {
         }
         .map_err(|error| self.fault("launching a kernel", error))
     }
+
+    /// As [`Self::launch`], of a kernel that may begin while the one before it on the stream still runs
+    /// (programmatic dependent launch, compute capability 9; elsewhere a plain launch). Also while recording: the
+    /// graph keeps the edge as it is.
+    ///
+    /// # Safety
+    /// As for [`Self::launch`]. The kernel reads nothing that another kernel writes, and writes nothing, before its
+    /// `griddepcontrol.wait`; if it lets its successor begin, then only behind that wait.
+    pub(crate) unsafe fn launch_overlapped<A: Copy>(
+        &self,
+        function: sys::CUfunction,
+        grid: (u32, u32),
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<(), BackendError> {
+        // Every image that is loaded on capability 9 was compiled for it: the wait is in the kernel.
+        if self.capability.0 < 9 || grid.0 == 0 || grid.1 == 0 {
+            // SAFETY: this function's contract.
+            return unsafe { self.launch(function, grid, threads, shared_bytes, args) };
+        }
+        self.bind()?;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: 1,
+            blockDimX: threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: self.stream,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        let mut params = [std::ptr::from_ref(args).cast_mut().cast::<c_void>()];
+        // SAFETY: the driver copies configuration, attribute and argument during the call; the rest is this
+        // function's contract.
+        unsafe { sys::cuLaunchKernelEx(&raw const config, function, params.as_mut_ptr(), std::ptr::null_mut()) }
+            .result()
+            .map_err(|error| self.fault("launching a kernel", error))
+    }
 }
 
 impl Drop for Device {

@@ -21,8 +21,6 @@ mod check;
 mod device;
 mod graphs;
 mod images;
-// Checked and timed by `kernels/bench`; the ops still run the plain kernels.
-#[allow(dead_code)]
 mod kernels;
 mod linear;
 mod loading;
@@ -33,4 +31,5 @@ mod rows;
 mod sampling;
 mod staging;
 
+pub use attention::AttentionLaunches;
 pub use backend::{Activations, CudaBackend, CudaConfig};

@@ -3,21 +3,26 @@
 //!
 //! | weight | few tokens | more |
 //! |---|---|---|
-//! | F32, F16, BF16 | cuBLASLt | cuBLASLt |
+//! | F16, BF16 | `linear_small.cu`, up to three products of one input at once | cuBLASLt |
+//! | F32 | cuBLASLt | cuBLASLt |
 //! | quantised | read as stored, widened in registers | widened to bf16 in pieces, then cuBLASLt |
 //!
-//! A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, always go the way of
-//! few tokens.
+//! How many are few `kernels::linear_small` says for the first row; 8 elsewhere. What that kernel cannot read is
+//! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
+//! stored, whatever their number of tokens.
 
 use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
+use crate::kernels::linear_small::{self, LinearParams, LinearPart, LinearVariant};
+use crate::kernels::{ActivationType, GateActivation, Half};
 use crate::loading::CudaWeight;
 use crate::matmul::{Matmul, Shape};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace};
 use crate::rows::{Function, RowOps};
-use pagemill_backend::{BackendError, DType};
+use pagemill_backend::{Activation, BackendError, DType};
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// `FEW_ROWS` in weights_plain.cu.
@@ -93,6 +98,8 @@ pub(crate) struct LinearOps {
     device: Arc<Device>,
     workspace: Arc<Workspace>,
     stored: HashMap<DType, StoredOps>,
+    small: HashMap<LinearVariant, Function>,
+    small_launches: AtomicU64,
     matmul: Mutex<Matmul>,
 }
 
@@ -119,6 +126,33 @@ impl Inputs<'_> {
         let address = buffer.address();
         self.converted.push((dtype, buffer));
         Ok(address)
+    }
+}
+
+/// `act(x · gateᵀ) * (x · upᵀ)` in one launch.
+#[derive(Clone, Copy)]
+pub(crate) struct GatedProduct<'a> {
+    pub(crate) gate: Matrix<'a>,
+    pub(crate) up: Matrix<'a>,
+    pub(crate) act: Activation,
+    /// `[T, N]`.
+    pub(crate) out: View,
+}
+
+/// The weight's type, where `linear_small` reads it.
+fn half_of(dtype: DType) -> Option<Half> {
+    match dtype {
+        DType::BF16 => Some(Half::Bf16),
+        DType::F16 => Some(Half::F16),
+        _ => None,
+    }
+}
+
+/// An output's type, as the kernels are told it.
+fn activation_type(elem: Elem) -> u32 {
+    match elem {
+        Elem::F32 => ActivationType::F32 as u32,
+        Elem::Bf16 => ActivationType::Bf16 as u32,
     }
 }
 
@@ -157,8 +191,23 @@ impl LinearOps {
             };
             stored.insert(dtype, ops);
         }
-        let matmul = Mutex::new(Matmul::new(device)?);
-        Ok(Self { device: Arc::clone(device), workspace: Arc::clone(workspace), stored, matmul })
+        let small = LinearVariant::ALL
+            .into_iter()
+            .map(|variant| Ok((variant, Function(kernels.get(&variant.name())?))))
+            .collect::<Result<_, BackendError>>()?;
+        Ok(Self {
+            device: Arc::clone(device),
+            workspace: Arc::clone(workspace),
+            stored,
+            small,
+            small_launches: AtomicU64::new(0),
+            matmul: Mutex::new(Matmul::new(device)?),
+        })
+    }
+
+    /// Launches of `linear_small` so far, recorded ones counted once.
+    pub(crate) fn small_launches(&self) -> u64 {
+        self.small_launches.load(Ordering::Relaxed)
     }
 
     /// Bytes that cuBLASLt holds.
@@ -241,7 +290,18 @@ impl LinearOps {
         products: &[Product<'_>],
     ) -> Result<(), BackendError> {
         let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * cols, converted: Vec::new() };
-        for product in products {
+        let mut rest = products;
+        while let [product, others @ ..] = rest {
+            if let Some(variant) = self.small_variant(x, num_tokens, product) {
+                let joins = |other: &&Product<'_>| {
+                    other.out.elem == product.out.elem && self.small_variant(x, num_tokens, other) == Some(variant)
+                };
+                let count = 1 + others.iter().take(linear_small::MAX_PARTS - 1).take_while(joins).count();
+                self.small_products(&mut inputs, variant, num_tokens, &rest[..count])?;
+                rest = &rest[count..];
+                continue;
+            }
+            rest = others;
             let done = if product.matrix.weight.dtype.is_quantized() {
                 num_tokens > FEW_TOKENS
                     && x.elem == Elem::Bf16
@@ -257,6 +317,124 @@ impl LinearOps {
             }
         }
         Ok(())
+    }
+
+    /// The form of `linear_small` that takes the product, if one does.
+    fn small_variant(&self, x: View, num_tokens: usize, product: &Product<'_>) -> Option<LinearVariant> {
+        let Matrix { weight, rows, cols } = product.matrix;
+        let half = half_of(weight.dtype)?;
+        let is_aligned = linear_small::is_aligned(x.address, weight.address());
+        LinearVariant::select(half, u32::try_from(num_tokens).ok()?, word(rows), word(cols)).filter(|_| is_aligned)
+    }
+
+    /// The form that takes gate and up, if one does.
+    fn gated_variant(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<LinearVariant> {
+        let half = half_of(gate.weight.dtype)?;
+        let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
+        let is_aligned = linear_small::is_aligned(gate.weight.address(), up.weight.address());
+        let num_tokens = u32::try_from(num_tokens).ok()?;
+        LinearVariant::select_gated(half, num_tokens, word(gate.rows), word(gate.cols)).filter(|_| alike && is_aligned)
+    }
+
+    /// Whether [`Self::gated`] takes these weights for so many tokens.
+    pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
+        self.gated_variant(num_tokens, gate, up).is_some()
+    }
+
+    /// `out = act(x · gateᵀ) * (x · upᵀ)`, of what [`Self::takes_gated`]; `x` `[T, C]`.
+    pub(crate) fn gated(
+        &self,
+        rows: &RowOps,
+        x: View,
+        num_tokens: usize,
+        product: &GatedProduct<'_>,
+    ) -> Result<(), BackendError> {
+        let GatedProduct { gate, up, act, out } = *product;
+        let variant = self
+            .gated_variant(num_tokens, gate, up)
+            .filter(|_| linear_small::is_aligned(x.address, gate.weight.address()))
+            .ok_or_else(|| self.device.broken("a gated product that no kernel takes"))?;
+        let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
+        let args = LinearParams {
+            x: inputs.as_type(gate.weight.dtype)?,
+            w: gate.weight.address(),
+            w_up: up.weight.address(),
+            bias: 0,
+            residual: 0,
+            y: out.address,
+            m: word(num_tokens),
+            n: word(gate.rows),
+            c: word(gate.cols),
+            x_stride: word(gate.cols),
+            y_stride: word(gate.rows),
+            y_type: activation_type(out.elem),
+            activation: match act {
+                Activation::Silu => GateActivation::Silu as u32,
+                Activation::GeluTanh => GateActivation::GeluTanh as u32,
+            },
+            more: Default::default(),
+        };
+        // SAFETY: gate and up were found alike; the op checked the shapes of x and out.
+        unsafe { self.launch_small(variant, &[args.n], &args) }
+    }
+
+    /// At most `MAX_PARTS` products of one variant and output type, biases included.
+    fn small_products(
+        &self,
+        inputs: &mut Inputs<'_>,
+        variant: LinearVariant,
+        num_tokens: usize,
+        products: &[Product<'_>],
+    ) -> Result<(), BackendError> {
+        let [first, others @ ..] = products else { return Ok(()) };
+        let part = |product: &Product<'_>| LinearPart {
+            w: product.matrix.weight.address(),
+            bias: product.bias.unwrap_or(0),
+            y: product.out.address,
+            n: word(product.matrix.rows),
+            y_stride: word(product.matrix.rows),
+        };
+        let LinearPart { w, bias, y, n, y_stride } = part(first);
+        let mut more = [LinearPart::default(); linear_small::MAX_PARTS - 1];
+        for (more, product) in more.iter_mut().zip(others) {
+            *more = part(product);
+        }
+        let args = LinearParams {
+            x: inputs.as_type(first.matrix.weight.dtype)?,
+            w,
+            w_up: 0,
+            bias,
+            residual: 0,
+            y,
+            m: word(num_tokens),
+            n,
+            c: word(first.matrix.cols),
+            x_stride: word(first.matrix.cols),
+            y_stride,
+            y_type: activation_type(first.out.elem),
+            activation: 0,
+            more,
+        };
+        // SAFETY: the op checked the shapes of x, weights, biases and outputs; the products share x, and one variant
+        // means one type of weight.
+        unsafe { self.launch_small(variant, &[n, more[0].n, more[1].n], &args) }
+    }
+
+    /// # Safety
+    /// The addresses of `args` hold what its fields say, on this device's stream; `outputs` are its parts' `n`.
+    unsafe fn launch_small(
+        &self,
+        variant: LinearVariant,
+        outputs: &[u32],
+        args: &LinearParams,
+    ) -> Result<(), BackendError> {
+        let function = self.small.get(&variant).ok_or_else(|| self.device.broken(variant.name()))?;
+        let num_sms = word(self.device.num_multiprocessors());
+        let launch = variant.launch(outputs.iter().copied(), num_sms);
+        self.small_launches.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the struct is the kernel's; memory is the caller's promise. Before its wait the kernel reads weights
+        // only, which nothing writes after they are loaded; it writes, and lets its successor begin, behind it.
+        unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, args) }
     }
 
     /// By cuBLASLt; false when it cannot.

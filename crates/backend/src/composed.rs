@@ -2,23 +2,39 @@
 //! a backend runs that does not fuse it. Knows no device.
 
 use crate::{
-    AttentionParams, Backend, BackendError, DeviceBatch, HeadTransform, KvPool, LinearInput, LinearPart, Norm, Qkv,
-    Tensor,
+    AttentionParams, Backend, BackendError, DeviceBatch, HeadTransform, KvPool, LinearInput, LinearPart, MlpWeights,
+    Norm, Qkv, Tensor,
 };
+use std::ops::Deref;
 
-/// [`Backend::fused_linear`]. Takes one activation of the input's shape, or two for a normed addend.
+/// The rows of a [`LinearInput`].
+pub enum Rows<'a> {
+    /// They were there.
+    Plain(&'a Tensor),
+    /// They were made.
+    Made(Tensor),
+}
+
+impl Deref for Rows<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        match self {
+            Rows::Plain(x) => x,
+            Rows::Made(x) => x,
+        }
+    }
+}
+
+/// Makes the rows of an input, and its sum. Takes one activation of the input's shape, or two for a normed addend.
 ///
 /// # Errors
 /// Those of the plain ops.
-pub fn linear<B: Backend + ?Sized>(
-    backend: &B,
-    input: LinearInput<'_>,
-    parts: &mut [LinearPart<'_>],
-) -> Result<(), BackendError> {
+pub fn rows<'a, B: Backend + ?Sized>(backend: &B, input: LinearInput<'a>) -> Result<Rows<'a>, BackendError> {
     let (rows, cols) = (input.rows(), input.cols());
-    match input {
-        LinearInput::Plain(x) => backend.linear(x, parts),
-        LinearInput::Normed { x, norm } => backend.linear(&normed(backend, x, norm)?, parts),
+    let made = match input {
+        LinearInput::Plain(x) => return Ok(Rows::Plain(x)),
+        LinearInput::Normed { x, norm } => normed(backend, x, norm)?,
         LinearInput::AddNormed { residual, addend, norm } => {
             let mut out = backend.activation(rows, cols)?;
             match addend.norm {
@@ -28,14 +44,47 @@ pub fn linear<B: Backend + ?Sized>(
                 }
                 None => backend.add_rms_norm(residual, addend.x, norm.weight, norm.eps, &mut out)?,
             }
-            backend.linear(&out, parts)
+            out
         }
         LinearInput::Gated { gate, up, act } => {
             let mut out = backend.activation(rows, cols)?;
             backend.gated_activation(gate, up, act, &mut out)?;
-            backend.linear(&out, parts)
+            out
         }
-    }
+    };
+    Ok(Rows::Made(made))
+}
+
+/// [`Backend::fused_linear`]. Takes what [`rows`] takes.
+///
+/// # Errors
+/// Those of the plain ops.
+pub fn linear<B: Backend + ?Sized>(
+    backend: &B,
+    input: LinearInput<'_>,
+    parts: &mut [LinearPart<'_>],
+) -> Result<(), BackendError> {
+    let x = rows(backend, input)?;
+    backend.linear(&x, parts)
+}
+
+/// [`Backend::gated_mlp`]: two products, then one of what they make. Takes activations for all three.
+///
+/// # Errors
+/// Those of the two products.
+pub fn gated_mlp<B: Backend + ?Sized>(
+    backend: &B,
+    input: LinearInput<'_>,
+    mlp: &MlpWeights<'_>,
+) -> Result<Tensor, BackendError> {
+    let num_tokens = input.rows();
+    let mut gate = backend.activation(num_tokens, mlp.gate.weight.rows())?; // [T, F]
+    let mut up = backend.activation(num_tokens, mlp.up.weight.rows())?; // [T, F]
+    backend.fused_linear(input, &mut [mlp.gate.part(&mut gate), mlp.up.part(&mut up)])?;
+    let mut out = backend.activation(num_tokens, mlp.down.weight.rows())?; // [T, D]
+    let inner = LinearInput::Gated { gate: &gate, up: &up, act: mlp.act };
+    backend.fused_linear(inner, &mut [mlp.down.part(&mut out)])?;
+    Ok(out)
 }
 
 /// [`Backend::rope_kv_write`]. Takes an activation of q's and of k's shape where they are normed.

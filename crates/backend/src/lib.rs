@@ -25,7 +25,7 @@ pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
 pub use ops::{
-    Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, Norm, Qkv,
-    ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+    Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, LinearWeights,
+    MlpWeights, Norm, Qkv, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
 };
 pub use tensor::{DeviceBuffer, Tensor, Weight};

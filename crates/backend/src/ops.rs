@@ -9,6 +9,7 @@
 //! - Shapes and dtypes are checked before a pointer is taken.
 //! - A fused op ([`Backend::fused_linear`], [`Backend::rope_kv_write`]) gives the bits that the plain ops give one
 //!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
+//!   Only [`Backend::gated_mlp`] may leave out roundings to an activation's type on the way.
 
 use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed};
 
@@ -64,6 +65,38 @@ pub enum Activation {
     Silu,
     /// The tanh form of GELU.
     GeluTanh,
+}
+
+/// A linear layer's parameters.
+#[derive(Clone, Copy)]
+pub struct LinearWeights<'a> {
+    /// `[N, C]`.
+    pub weight: &'a Weight,
+    /// `[1, N]` in f32, added to every row.
+    pub bias: Option<&'a Tensor>,
+}
+
+impl<'a> LinearWeights<'a> {
+    /// The product with them, into `out` `[T, N]`.
+    pub fn part<'b>(self, out: &'b mut Tensor) -> LinearPart<'b>
+    where
+        'a: 'b,
+    {
+        LinearPart { weight: self.weight, bias: self.bias, out }
+    }
+}
+
+/// A gated MLP: `down(act(gate(x)) * up(x))`.
+#[derive(Clone, Copy)]
+pub struct MlpWeights<'a> {
+    /// `[F, C]`.
+    pub gate: LinearWeights<'a>,
+    /// `[F, C]`.
+    pub up: LinearWeights<'a>,
+    /// `[D, F]`.
+    pub down: LinearWeights<'a>,
+    /// The gate's activation.
+    pub act: Activation,
 }
 
 /// An RMS norm: `x / rms(x) * weight`.
@@ -305,6 +338,11 @@ pub trait Backend: Send + Sync {
     /// [`Self::linear`] over rows that are made on the way, once for all parts.
     fn fused_linear(&self, input: LinearInput<'_>, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
         composed::linear(self, input, parts)
+    }
+
+    /// `down(act(gate(x)) * up(x))` over rows that are made on the way: `[T, D]`.
+    fn gated_mlp(&self, input: LinearInput<'_>, mlp: &MlpWeights<'_>) -> Result<Tensor, BackendError> {
+        composed::gated_mlp(self, input, mlp)
     }
 
     /// Rotates the first `2 * inv_freq.len()` elements of every head of `x` `[T, heads * E]` in place.

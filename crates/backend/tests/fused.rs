@@ -7,8 +7,8 @@ mod support;
 
 use pagemill_backend::{
     Activation, ActivationMode, Addend, AttentionParams, Backend, BackendError, BatchLayout, CpuBackend, CpuConfig,
-    DType, DeviceBatch, GroupLayout, HeadTransform, Isa, KvPool, KvPoolSpec, LinearInput, LinearPart, Norm, Qkv,
-    RopeStyle, RopeTable, Tensor, Weight, WeightDesc, composed,
+    DType, DeviceBatch, GroupLayout, HeadTransform, Isa, KvPool, KvPoolSpec, LinearInput, LinearPart, LinearWeights,
+    MlpWeights, Norm, Qkv, RopeStyle, RopeTable, Tensor, Weight, WeightDesc, composed,
 };
 use support::{Random, backends, bits, host, poisoned, tensor};
 
@@ -91,6 +91,33 @@ fn fused_linear_gives_the_bits_of_the_plain_ops() {
                     assert!(plain == fused, "{}: kind {kind}, {rows} rows, {dtypes:?}", backend.info().description);
                     assert!(plain.iter().flatten().all(|&x| f32::from_bits(x).is_finite()));
                 }
+            }
+        }
+    }
+}
+
+#[test]
+fn gated_mlp_gives_the_bits_of_the_plain_ops() {
+    for backend in backends_of_both_modes() {
+        for dtype in [DType::Q8_0, DType::F32] {
+            for rows in ROWS {
+                let mut random = Random::new(17);
+                let weights = [COLS, COLS, 37].map(|n| weight(&backend, dtype, n, &mut random));
+                let bias = backend.load_vector("bias", &random.normal(COLS)).unwrap();
+                let x = tensor(&backend, rows, COLS, &random.normal(rows * COLS));
+                let [gate, up, down] = [(&weights[0], Some(&bias)), (&weights[1], None), (&weights[2], None)]
+                    .map(|(weight, bias)| LinearWeights { weight, bias });
+                let mlp = MlpWeights { gate, up, down, act: Activation::Silu };
+                let fused = backend.gated_mlp(LinearInput::Plain(&x), &mlp).unwrap();
+                let product = |layer: LinearWeights<'_>, x: &Tensor| {
+                    let mut out = poisoned(&backend, rows, layer.weight.rows());
+                    backend.linear(x, &mut [layer.part(&mut out)]).unwrap();
+                    out
+                };
+                let mut inner = poisoned(&backend, rows, COLS);
+                backend.gated_activation(&product(gate, &x), &product(up, &x), mlp.act, &mut inner).unwrap();
+                let plain = product(down, &inner);
+                assert!(bits(&host(&backend, &fused)) == bits(&host(&backend, &plain)), "{dtype}, {rows} rows");
             }
         }
     }

@@ -19,6 +19,7 @@ const SHORT_TILES: u32 = 32;
 /// A second piece in a thread block costs about as much as this many tiles (its merge, its slot, the arrival).
 const PIECE_COST_TILES: u32 = 8;
 /// Tiles of a chunk in a deterministic plan: 512 tokens.
+#[allow(dead_code)] // checked and timed by `kernels/bench`; no setting asks for it
 pub(crate) const DETERMINISTIC_TILES: u32 = 32;
 
 /// One sequence with one new token.
@@ -100,7 +101,18 @@ pub(crate) struct DecodeParams {
     pub(crate) out_type: u32,
 }
 
-const _: () = assert!(size_of::<DecodePiece>() == 32 && size_of::<DecodeParams>() == 120);
+const _: () = assert!(size_of::<DecodePiece>() == PIECE_WORDS * 4 && size_of::<DecodeParams>() == 120);
+
+/// Words of a piece.
+pub(crate) const PIECE_WORDS: usize = 8;
+
+impl DecodePiece {
+    /// The fields in order, as they are uploaded.
+    pub(crate) fn words(&self) -> [u32; PIECE_WORDS] {
+        let Self { q_row, table_start, kv_len, tile_begin, tile_end, slot, first_slot, num_slots } = *self;
+        [q_row, table_start, kv_len, tile_begin, tile_end, slot, first_slot, num_slots]
+    }
+}
 
 /// A compiled form of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +128,18 @@ pub(crate) struct DecodeVariant {
 }
 
 impl DecodeVariant {
+    /// Every variant there is.
+    pub(crate) fn all() -> Vec<Self> {
+        let mut all = Vec::new();
+        for kv in [Half::Bf16, Half::F16] {
+            for head_dim in [64, 80, 96, 128, 256] {
+                all.extend([1, 16].into_iter().filter_map(|group| Self::select(kv, head_dim, group)));
+            }
+        }
+        all.dedup(); // One that serves both groups comes twice, one after the other.
+        all
+    }
+
     /// The variant for a shape; `None` where there is no kernel. `group` is H / K.
     pub(crate) fn select(kv: Half, head_dim: u32, group: u32) -> Option<Self> {
         let (heads, blocks_per_sm) = match (head_dim, group > 8) {
@@ -154,7 +178,7 @@ impl DecodeVariant {
     }
 
     /// `sizeof(DecodeShared)`: q, the warps' (max, sum) and outputs, weights, a flag.
-    fn shared_bytes(&self) -> u32 {
+    pub(crate) fn shared_bytes(&self) -> u32 {
         let q = self.heads * (self.head_dim / 2 + 16) * 4;
         let max_sum = WARPS * self.heads * 8;
         let out = WARPS * self.heads * (self.head_dim + 4) * 4;
@@ -179,7 +203,13 @@ pub(crate) fn max_slots_balanced(blocks: u32) -> u32 {
     2 * blocks
 }
 
+/// The most pieces a balanced plan has: every sequence ends one, and so does every cut between two thread blocks.
+pub(crate) fn max_pieces_balanced(num_seqs: u32, blocks: u32) -> u32 {
+    num_seqs + blocks
+}
+
 /// The most slots a deterministic plan uses for a cache of `num_tokens` tokens and `num_seqs` sequences.
+#[allow(dead_code)] // as DETERMINISTIC_TILES
 pub(crate) fn max_slots_deterministic(num_tokens: u32, num_seqs: u32) -> u32 {
     num_tokens / (DETERMINISTIC_TILES * TILE_TOKENS) + 2 * num_seqs
 }
@@ -213,6 +243,7 @@ impl DecodePlan {
 
     /// Cuts every sequence at multiples of [`DETERMINISTIC_TILES`] from its own start, so that a row's sums do
     /// not depend on the batch around it.
+    #[allow(dead_code)] // as DETERMINISTIC_TILES
     pub(crate) fn fix(&mut self, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) {
         self.clear();
         let mut total = 0;
@@ -392,6 +423,7 @@ mod tests {
             plan.balance(&seqs, window, blocks);
             check(&plan, &seqs, window, blocks);
             assert!(plan.num_slots <= max_slots_balanced(blocks));
+            assert!(plan.pieces.len() <= max_pieces_balanced(count as u32, blocks) as usize);
             plan.fix(&seqs, window, blocks);
             check(&plan, &seqs, window, blocks);
             assert!(plan.num_slots <= max_slots_deterministic(lens.iter().sum(), count as u32));
@@ -442,5 +474,6 @@ mod tests {
         assert_eq!(DecodeVariant::select(Half::F16, 128, 12).unwrap().grid_y(48, 4), 4);
         assert_eq!(DecodeVariant::select(Half::F16, 256, 12).unwrap().grid_y(24, 2), 4);
         assert!(DecodeVariant::select(Half::F16, 112, 4).is_none());
+        assert_eq!(DecodeVariant::all().len(), 18, "as many as DECODE_KERNELS names");
     }
 }

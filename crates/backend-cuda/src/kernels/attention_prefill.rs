@@ -82,7 +82,18 @@ pub(crate) struct PrefillParams {
     pub(crate) out_type: u32,
 }
 
-const _: () = assert!(size_of::<PrefillTile>() == 20 && size_of::<PrefillParams>() == 256);
+const _: () = assert!(size_of::<PrefillTile>() == TILE_WORDS * 4 && size_of::<PrefillParams>() == 256);
+
+/// Words of a tile.
+pub(crate) const TILE_WORDS: usize = 5;
+
+impl PrefillTile {
+    /// The fields in order, as they are uploaded.
+    pub(crate) fn words(&self) -> [u32; TILE_WORDS] {
+        let Self { q_row, q_len, kv_len, table_start, first } = *self;
+        [q_row, q_len, kv_len, table_start, first]
+    }
+}
 
 /// What `cuTensorMapEncodeTiled` is asked for: the pool tensor as rows of one token and head, read in boxes.
 /// 16-bit elements, no interleave, 128-byte swizzle, 256-byte L2 promotion, zeros outside.
@@ -117,6 +128,18 @@ pub(crate) struct PrefillVariant {
 }
 
 impl PrefillVariant {
+    /// Every variant there is; those that need a map only where the chip runs sm_90a images.
+    pub(crate) fn all(hopper: bool) -> Vec<Self> {
+        let mut all = Vec::new();
+        for kv in [Half::Bf16, Half::F16] {
+            for head_dim in [64, 80, 96, 128, 256] {
+                let with_map = Self::select(kv, head_dim, hopper).filter(Self::needs_map);
+                all.extend(Self::select(kv, head_dim, false).into_iter().chain(with_map));
+            }
+        }
+        all
+    }
+
     /// The variant for a shape; `None` where there is no kernel. `hopper`: the chip runs sm_90a images.
     pub(crate) fn select(kv: Half, head_dim: u32, hopper: bool) -> Option<Self> {
         let hopper = hopper && matches!(head_dim, 64 | 128);
@@ -149,7 +172,8 @@ impl PrefillVariant {
         }
     }
 
-    fn shared_bytes(&self) -> u32 {
+    /// Dynamic shared memory of a thread block.
+    pub(crate) fn shared_bytes(&self) -> u32 {
         if self.hopper {
             // Two tiles each of Q, K and V, the barriers' kilobyte, and one to start on a multiple of 1,024.
             6 * 128 * self.head_dim * 2 + 2048
@@ -336,6 +360,7 @@ mod tests {
         assert_eq!(any.launch(7, 132), Launch { grid: (7, 1), threads: 128, shared_bytes: 101_376 });
         assert!(!PrefillVariant::select(Half::Bf16, 64, false).unwrap().needs_map());
         assert!(PrefillVariant::select(Half::Bf16, 72, true).is_none());
+        assert_eq!((PrefillVariant::all(true).len(), PrefillVariant::all(false).len()), (14, 10));
     }
 
     #[test]

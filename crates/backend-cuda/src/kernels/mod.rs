@@ -3,7 +3,9 @@
 //! them.
 
 pub(crate) mod attention_decode;
+pub(crate) mod attention_plan;
 pub(crate) mod attention_prefill;
+#[allow(dead_code)] // checked and timed by `kernels/bench`; the ops still run the plain kernels
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;
 
@@ -19,7 +21,7 @@ pub(crate) struct Launch {
 }
 
 /// A 16-bit element: of the cache, or of dense weights.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Half {
     /// bfloat16.
     Bf16,
@@ -40,6 +42,7 @@ impl Half {
 /// How an activation buffer is stored: `ActivationType` in fragments.cuh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
+#[allow(dead_code)] // the kernels know more than the ops have
 pub(crate) enum ActivationType {
     /// 4 bytes.
     F32 = 0,

@@ -5,9 +5,9 @@ use crate::support::{
 };
 use pagemill_backend::{
     AttentionParams, Backend, BatchLayout, BlockCopy, DType, GroupLayout, HeadTransform, KvPool, KvPoolSpec, Norm, Qkv,
-    RopeStyle, RopeTable,
+    RopeStyle, RopeTable, WeightDesc,
 };
-use pagemill_backend_cuda::Activations;
+use pagemill_backend_cuda::{Activations, AttentionLaunches, CudaBackend};
 
 #[derive(Clone, Copy, Debug)]
 struct Shape {
@@ -173,6 +173,220 @@ fn run(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence]
     out
 }
 
+/// Writes every key and value of the sequences, and computes nothing.
+fn fill(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence]) {
+    let kv_cols = shape.kv_heads * shape.head_dim;
+    for idx in 0..seqs.len() {
+        let (layout, _, k, v) = packed(shape, seqs, &[(idx, 0, seqs[idx].len)]);
+        let batch = backend.upload_batch(layout, pool.spec()).unwrap();
+        let tensor = |x: &[f32]| activation(backend, seqs[idx].len, kv_cols, x);
+        backend.kv_write(&tensor(&k), &tensor(&v), &shape.params(), &batch, pool).unwrap();
+    }
+}
+
+/// What `run` launched of the attention kernels.
+fn launches(gpu: &CudaBackend, run: impl FnOnce()) -> AttentionLaunches {
+    let before = gpu.attention_launches();
+    run();
+    let after = gpu.attention_launches();
+    AttentionLaunches {
+        plain: after.plain - before.plain,
+        decode: after.decode - before.decode,
+        prefill: after.prefill - before.prefill,
+        prefill_any: after.prefill_any - before.prefill_any,
+    }
+}
+
+/// One launch of the kernel that takes prompts with heads of that size.
+fn one_prefill(gpu: &CudaBackend, head_dim: usize) -> AttentionLaunches {
+    if gpu.info().isa == "sm_90a" && matches!(head_dim, 64 | 128) {
+        AttentionLaunches { prefill: 1, ..Default::default() }
+    } else {
+        AttentionLaunches { prefill_any: 1, ..Default::default() }
+    }
+}
+
+const ONE_DECODE: AttentionLaunches = AttentionLaunches { plain: 0, decode: 1, prefill: 0, prefill_any: 0 };
+const ONE_PLAIN: AttentionLaunches = AttentionLaunches { plain: 1, decode: 0, prefill: 0, prefill_any: 0 };
+
+/// How close attention is; tensor cores round probabilities to the cache's type too.
+fn closeness(activations: Activations, kv: DType) -> f32 {
+    match (activations, kv) {
+        (Activations::Bf16, DType::F16 | DType::BF16) => 1.0 / 128.0,
+        _ => tolerance(activations),
+    }
+}
+
+/// The CPU's rows of one step over caches that hold every sequence to its end.
+fn reference(shape: Shape, seqs: &[Sequence], blocks: usize, kv: DType, chunks: &[(usize, usize, usize)]) -> Vec<f32> {
+    let cpu = cpu(None);
+    let kept = if kv == DType::F16 { DType::F16 } else { DType::F32 };
+    let mut pool = pool(&cpu, shape, blocks, kept);
+    fill(&cpu, shape, &mut pool, seqs);
+    step(&cpu, shape, &mut pool, seqs, chunks)
+}
+
+/// One step on the device against the CPU's, twice: the plan of the first comes after the upload, that of the
+/// second with it. Each launches the same kernels.
+fn check_step(
+    gpu: &CudaBackend,
+    shape: Shape,
+    lens: &[usize],
+    kv: DType,
+    chunks: &[(usize, usize, usize)],
+    expected: AttentionLaunches,
+) {
+    let what = format!("{shape:?} over {kv}, {chunks:?}");
+    let (seqs, blocks) = sequences(shape, lens, Activations::Bf16, kv);
+    let want = reference(shape, &seqs, blocks, kv, chunks);
+    let mut pool = pool(gpu, shape, blocks, kv);
+    fill(gpu, shape, &mut pool, &seqs);
+    for turn in ["first", "second"] {
+        let mut got = Vec::new();
+        let launched = launches(gpu, || got = step(gpu, shape, &mut pool, &seqs, chunks));
+        assert_close(&got, &want, closeness(Activations::Bf16, kv), &format!("{turn} time, {what}"));
+        assert_eq!(launched, expected, "{turn} time, {what}");
+    }
+}
+
+/// Head sizes and groupings that the fast kernels take: groups of 1, 4, 8, 12 and 16.
+const FAST_HEADS: [(usize, usize, usize); 8] =
+    [(4, 4, 64), (8, 2, 128), (8, 1, 256), (16, 2, 80), (12, 1, 96), (16, 1, 128), (32, 2, 64), (4, 1, 128)];
+
+#[test]
+fn decodes_run_their_own_kernel() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let lens = [1, 17, 33, 16, 1000, 2047, 300];
+    let chunks: Vec<_> = lens.iter().enumerate().map(|(seq, len)| (seq, len - 1, 1)).collect();
+    for (nth, (heads, kv_heads, head_dim)) in FAST_HEADS.into_iter().enumerate() {
+        let block_size = [16, 32, 64, 128, 256][nth % 5];
+        for kv in [DType::F16, DType::BF16] {
+            for window in [None, Some(1), Some(37), Some(300)] {
+                let shape = Shape { heads, kv_heads, head_dim, window, block_size };
+                check_step(&gpu, shape, &lens, kv, &chunks, ONE_DECODE);
+            }
+        }
+    }
+}
+
+/// One long sequence fills the chip and is put together again; then more sequences than thread blocks of a head.
+#[test]
+fn decodes_are_cut_and_combined() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window: None, block_size: 16 };
+    check_step(&gpu, shape, &[8191], DType::BF16, &[(0, 8190, 1)], ONE_DECODE);
+    let shape = Shape { heads: 16, kv_heads: 8, head_dim: 128, window: None, block_size: 32 };
+    let lens: Vec<usize> = (0..120).map(|i| 1 + i * 37 % 400).collect();
+    let chunks: Vec<_> = lens.iter().enumerate().map(|(seq, len)| (seq, len - 1, 1)).collect();
+    check_step(&gpu, shape, &lens, DType::BF16, &chunks, ONE_DECODE);
+    check_step(&gpu, Shape { window: Some(90), ..shape }, &lens, DType::F16, &chunks, ONE_DECODE);
+}
+
+#[test]
+fn prompts_with_history_run_their_own_kernel() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let lens = [300, 130, 77, 700];
+    let chunks = [(0, 172, 128), (1, 127, 3), (2, 0, 77), (3, 401, 299)];
+    for (nth, (heads, kv_heads, head_dim)) in FAST_HEADS.into_iter().enumerate() {
+        let block_size = [256, 16, 128, 32, 64][nth % 5];
+        for kv in [DType::F16, DType::BF16] {
+            for window in [None, Some(1), Some(100)] {
+                let shape = Shape { heads, kv_heads, head_dim, window, block_size };
+                check_step(&gpu, shape, &lens, kv, &chunks, one_prefill(&gpu, head_dim));
+            }
+        }
+    }
+}
+
+#[test]
+fn mixed_batches_run_both_kernels() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let lens = [300, 129, 77, 1040, 520, 1];
+    // Decodes between prompts: with history, without, and the first token of a sequence alone.
+    let chunks = [(0, 172, 128), (1, 128, 1), (2, 0, 77), (3, 1039, 1), (4, 17, 503), (5, 0, 1)];
+    for (heads, kv_heads, head_dim) in FAST_HEADS {
+        for (kv, window) in [(DType::F16, None), (DType::BF16, None), (DType::BF16, Some(100))] {
+            let shape = Shape { heads, kv_heads, head_dim, window, block_size: 16 };
+            let expected = AttentionLaunches { decode: 1, ..one_prefill(&gpu, head_dim) };
+            check_step(&gpu, shape, &lens, kv, &chunks, expected);
+        }
+    }
+}
+
+#[test]
+fn what_the_fast_kernels_lack_stays_with_the_plain_one() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window: None, block_size: 16 };
+    let (lens, chunks) = ([40, 70], [(0, 39, 1), (1, 0, 70)]);
+    check_step(&gpu, shape, &lens, DType::F32, &chunks, ONE_PLAIN);
+    for head_dim in [32, 112, 512] {
+        check_step(&gpu, Shape { head_dim, ..shape }, &lens, DType::F16, &chunks, ONE_PLAIN);
+    }
+    let Some(exact) = self::gpu(Activations::F32) else { return };
+    let (seqs, blocks) = sequences(shape, &lens, Activations::F32, DType::F16);
+    let mut pool = pool(&exact, shape, blocks, DType::F16);
+    fill(&exact, shape, &mut pool, &seqs);
+    let launched = launches(&exact, || drop(step(&exact, shape, &mut pool, &seqs, &chunks)));
+    assert_eq!(launched, ONE_PLAIN);
+}
+
+/// A forward of embedding, K and V, and attention is recorded, and run again over other lengths.
+#[test]
+fn a_recorded_step_follows_other_lengths() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    for (window, kv) in [(None, DType::BF16), (None, DType::F16), (Some(100), DType::BF16)] {
+        let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window, block_size: 32 };
+        let (seqs, blocks) = sequences(shape, &[2100, 900, 70], Activations::Bf16, kv);
+        let (q_cols, kv_cols) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
+        // Times zero: an addend in f32 to leave the result in.
+        let desc = WeightDesc { name: "embedding".into(), dtype: DType::F32, rows: 1, cols: q_cols };
+        let table = gpu
+            .load_weight(desc, &mut |_, _, bytes| {
+                bytes.fill(0);
+                Ok(())
+            })
+            .unwrap();
+        let mut pool = pool(&gpu, shape, blocks, kv);
+        fill(&gpu, shape, &mut pool, &seqs);
+        // At the same addresses in every step.
+        let (mut q, mut out) = (poisoned(&gpu, 3, q_cols), poisoned(&gpu, 3, q_cols));
+        let (mut k, mut v) = (poisoned(&gpu, 3, kv_cols), poisoned(&gpu, 3, kv_cols));
+        // One whose plan comes late, one that is seen, one that is recorded; the others are its repetitions.
+        let positions =
+            [[5, 6, 7], [2000, 3, 69], [2001, 800, 0], [17, 899, 40], [2099, 0, 1], [0, 0, 0], [2098, 899, 68]];
+        for (nth, [a, b, c]) in positions.into_iter().enumerate() {
+            let chunks = [(0, a, 1), (1, b, 1), (2, c, 1)];
+            let (layout, q_rows, k_rows, v_rows) = packed(shape, &seqs, &chunks);
+            for (tensor, rows) in [(&mut q, &q_rows), (&mut k, &k_rows), (&mut v, &v_rows)] {
+                gpu.copy_from_host(rows, tensor).unwrap();
+            }
+            gpu.copy_from_host(&vec![f32::NAN; 3 * q_cols], &mut out).unwrap();
+            let batch = gpu.upload_batch(layout, pool.spec()).unwrap();
+            let mut got = Vec::new();
+            let mut replayed = false;
+            let launched = launches(&gpu, || {
+                let ids = [0; 3];
+                let hidden = gpu.replay(&ids, &batch).unwrap();
+                replayed = hidden.is_some();
+                let hidden = hidden.unwrap_or_else(|| {
+                    let mut hidden = gpu.temp(3, q_cols).unwrap();
+                    gpu.embed(&table, &ids, 0.0, &mut hidden).unwrap();
+                    gpu.kv_write(&k, &v, &shape.params(), &batch, &mut pool).unwrap();
+                    gpu.attention(&q, &shape.params(), &batch, &pool, &mut out).unwrap();
+                    gpu.add(&mut hidden, &out).unwrap();
+                    gpu.end_recording(hidden).unwrap()
+                });
+                got = host(&gpu, &hidden);
+            });
+            let what = format!("step {nth}, {shape:?} over {kv}");
+            assert_eq!(replayed, nth >= 3, "{what}");
+            assert_eq!(launched, if replayed { AttentionLaunches::default() } else { ONE_DECODE }, "{what}");
+            let want = reference(shape, &seqs, blocks, kv, &chunks);
+            assert_close(&got, &want, closeness(Activations::Bf16, kv), &what);
+        }
+    }
+}
+
 #[test]
 fn every_shape_is_near_the_reference() {
     let shapes = [(9, 3, 64), (4, 1, 256), (14, 2, 32), (2, 2, 80), (8, 4, 96), (16, 2, 128), (5, 1, 20), (2, 1, 512)];
@@ -190,7 +404,7 @@ fn every_shape_is_near_the_reference() {
                     let kept = if kv == DType::F16 { DType::F16 } else { DType::F32 };
                     let want = run(&cpu, shape, &mut pool(&cpu, shape, blocks, kept), &seqs, 160);
                     let what = format!("{activations:?} {shape:?} over {kv}");
-                    assert_close(&got.concat(), &want.concat(), tolerance(activations), &what);
+                    assert_close(&got.concat(), &want.concat(), closeness(activations, kv), &what);
                 }
             }
         }
@@ -208,10 +422,15 @@ fn a_long_sequence_in_chunks_and_its_last_token_alone() {
             let mut gpu_pool = pool(&gpu, shape, blocks, DType::F16);
             let got = run(&gpu, shape, &mut gpu_pool, &seqs, 2048);
             let want = run(&cpu, shape, &mut pool(&cpu, shape, blocks, DType::F16), &seqs, 4097);
-            assert_close(&got[0], &want[0], tolerance(activations), &format!("{activations:?} {window:?}"));
-            // A row depends on its own sequence only: not a bit changes in other company and chunks.
+            let what = format!("{activations:?} {window:?}");
+            assert_close(&got[0], &want[0], closeness(activations, DType::F16), &what);
             let last = step(&gpu, shape, &mut gpu_pool, &seqs, &[(0, 4096, 1)]);
-            assert_eq!(last, got[0][4096 * 256..]);
+            if activations == Activations::F32 {
+                // A row depends on its own sequence only: not a bit changes in other company and chunks.
+                assert_eq!(last, got[0][4096 * 256..], "{what}");
+            } else {
+                assert_close(&last, &want[0][4096 * 256..], closeness(activations, DType::F16), &what);
+            }
         }
     }
 }

@@ -5,7 +5,7 @@ use super::{LayerReader, StepContext};
 use crate::ModelError;
 use crate::RankContext;
 use crate::weights::{Bias, Cut, Module, WeightReader};
-use pagemill_backend::{LinearInput, LinearPart, Qkv, Tensor, Weight};
+use pagemill_backend::{LinearInput, LinearPart, LinearWeights, Qkv, Tensor, Weight};
 use std::ops::Range;
 
 /// A weight cut by rows, with its bias.
@@ -34,7 +34,12 @@ impl Projection {
 
     /// This product as a part of one device call.
     pub(super) fn part<'a>(&'a self, out: &'a mut Tensor) -> LinearPart<'a> {
-        LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out }
+        self.weights().part(out)
+    }
+
+    /// As the device's ops take it.
+    pub(super) fn weights(&self) -> LinearWeights<'_> {
+        LinearWeights { weight: &self.weight, bias: self.bias.as_ref() }
     }
 }
 
@@ -111,9 +116,13 @@ impl RowLinear {
     /// `x` `[T, this rank's features]` to `[T, D]`, summed over ranks.
     pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
         let mut out = cx.backend().activation(x.rows(), self.weight.rows())?;
-        let part = LinearPart { weight: &self.weight, bias: self.bias.as_ref(), out: &mut out };
-        cx.backend().fused_linear(x, &mut [part])?;
+        cx.backend().fused_linear(x, &mut [self.weights().part(&mut out)])?;
         cx.rank.collective.all_reduce(&mut out)?;
         Ok(out)
+    }
+
+    /// As the device's ops take it; what they give is this rank's share of the sum.
+    pub(super) fn weights(&self) -> LinearWeights<'_> {
+        LinearWeights { weight: &self.weight, bias: self.bias.as_ref() }
     }
 }

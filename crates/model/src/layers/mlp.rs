@@ -4,7 +4,7 @@ use super::linear::{Projection, RowLinear};
 use super::{LayerReader, StepContext};
 use crate::ModelError;
 use crate::weights::Bias;
-use pagemill_backend::{Activation, LinearInput, Tensor};
+use pagemill_backend::{Activation, LinearInput, MlpWeights, Tensor};
 
 /// `mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj`.
 pub(crate) struct GatedMlp {
@@ -39,9 +39,14 @@ impl GatedMlp {
 
     /// `x` `[T, D]` to `[T, D]`, summed over ranks.
     pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
-        let mut gate = self.gate.output(cx.rank, x.rows())?; // [T, F]
-        let mut up = self.up.output(cx.rank, x.rows())?; // [T, F]
-        cx.backend().fused_linear(x, &mut [self.gate.part(&mut gate), self.up.part(&mut up)])?;
-        self.down.forward(cx, LinearInput::Gated { gate: &gate, up: &up, act: self.activation })
+        let mlp = MlpWeights {
+            gate: self.gate.weights(),
+            up: self.up.weights(),
+            down: self.down.weights(),
+            act: self.activation,
+        };
+        let mut out = cx.backend().gated_mlp(x, &mlp)?; // [T, D]
+        cx.rank.collective.all_reduce(&mut out)?;
+        Ok(out)
     }
 }
