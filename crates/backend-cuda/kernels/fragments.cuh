@@ -8,6 +8,7 @@
 // The order of k is free as long as A and B agree, so a lane may take 16 bytes in a row (k 8c .. 8c + 7 of
 // a 32-wide strip) as the fragments of two steps: operands then come straight from memory, no shared memory.
 #pragma once
+#include "overlap.cuh"
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <stdint.h>
@@ -154,21 +155,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
-}
-
-/// Waits until the kernel before this one in the stream is done (programmatic dependent launch); free when
-/// the launch did not ask for overlap.
-__device__ __forceinline__ void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-/// Lets the next kernel in the stream start its prologue once every thread block has said so.
-__device__ __forceinline__ void release_next_kernel() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 } // namespace pagemill

@@ -1,6 +1,7 @@
 // Rotary positions, and the way of K and V into the pool. A pool tensor is
 // `[num_blocks, 2 (K, V), K heads, block_size, E]`.
 #include "element.cuh"
+#include "overlap.cuh"
 
 // Pairs of a head that are rotated at most: they travel in the kernel's arguments.
 #define MAX_PAIRS 256
@@ -128,6 +129,8 @@ template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const
     __shared__ float angles[2 * MAX_PAIRS], heads[HEAD_WARPS][MAX_HEAD];
     const size_t token = blockIdx.x;
     const uint32_t e_count = args.head_dim;
+    // Its successor begins when it is done: decode attention reads keys before it waits.
+    pagemill::wait_for_previous_kernel();
     for (uint32_t i = threadIdx.x; i < 2 * args.pairs; i += blockDim.x) angles[i] = args.angles[token * 2 * args.pairs + i];
     __syncthreads();
     const float *cosines = angles, *sines = angles + args.pairs;

@@ -2,6 +2,7 @@
 // stretch of elements where rows do not matter. Sums are taken in an order that depends on the row's length
 // alone, so a row's bits do not depend on the batch.
 #include "element.cuh"
+#include "overlap.cuh"
 
 struct NormArgs {
     const void* x;       // [rows, cols]
@@ -48,6 +49,9 @@ template <class Tx, class To, int N, bool ADD> __device__ __forceinline__ void n
 }
 
 template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
+    // What follows a norm reads nothing but weights before it waits.
+    pagemill::wait_for_previous_kernel();
+    pagemill::release_next_kernel();
     const bool wide = args.cols % 4 == 0;
     if (args.residual != nullptr) {
         wide ? norm_row<Tx, To, 4, true>(args) : norm_row<Tx, To, 1, true>(args);
@@ -76,6 +80,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     const Ty* y = static_cast<const Ty*>(args.y);
     To* out = static_cast<To*>(args.out);
+    pagemill::wait_for_previous_kernel();
+    pagemill::release_next_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {
@@ -95,6 +101,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
 template <int N, class Tx, class To, class Op> __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     To* out = static_cast<To*>(args.out);
+    pagemill::wait_for_previous_kernel();
+    pagemill::release_next_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {

@@ -491,8 +491,9 @@ impl AttentionOps {
         let across = if task.num_tokens <= FEW_TOKENS { all_heads.div_ceil(HEAD_WARPS) } else { 1 };
         let function = self.heads[task.q.elem as usize][self.kv_idx(pool.spec)?];
         // SAFETY: the struct is the kernel's; the op checked the shapes, that pairs fit a head and heads the pool,
-        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool.
-        unsafe { self.device.launch(function.0, (task.num_tokens, across), HEAD_WARPS * 32, 0, &args) }
+        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool. It waits first,
+        // and lets no successor begin.
+        unsafe { self.device.launch_overlapped(function.0, (task.num_tokens, across), HEAD_WARPS * 32, 0, &args) }
     }
 
     /// Writes k and v `[T, K * E]` to their slots.

@@ -131,8 +131,8 @@ impl RowOps {
         let args = NormArgs { x: x.address, residual: residual.unwrap_or(0), weight, out: out.address, cols, eps };
         let function = self.rms_norm[x.elem as usize][out.elem as usize];
         // SAFETY: the struct is the kernel's; the op checked that every tensor has `rows x cols` elements of
-        // the type that picked the kernel.
-        unsafe { self.device.launch(function.0, (rows, 1), norm_threads(cols), 0, &args) }
+        // the type that picked the kernel, which waits first and lets its successor begin then.
+        unsafe { self.device.launch_overlapped(function.0, (rows, 1), norm_threads(cols), 0, &args) }
     }
 
     fn elements(&self, function: Function, args: ElementArgs) -> Result<(), BackendError> {
@@ -141,8 +141,8 @@ impl RowOps {
         }
         let blocks = element_blocks(args.count, self.device.num_multiprocessors());
         // SAFETY: the struct is the kernel's; the op checked that every operand has `count` elements of the type
-        // that picked the kernel.
-        unsafe { self.device.launch(function.0, (blocks, 1), ELEMENT_THREADS, 0, &args) }
+        // that picked the kernel, which waits first and lets its successor begin then.
+        unsafe { self.device.launch_overlapped(function.0, (blocks, 1), ELEMENT_THREADS, 0, &args) }
     }
 
     /// `residual += x`; `residual` in f32.

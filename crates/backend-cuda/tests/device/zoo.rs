@@ -99,16 +99,21 @@ fn check_prompt(name: &str, prompt: &Value, result: &Generation, limits: &Limits
         worst = worst.max((f64::from(got) - want).abs());
     }
     assert!(worst < limits.logprob, "{name}, {}: log-probabilities differ by {worst}", prompt["text"]);
+    check_tokens(name, prompt, &completion.tokens, limits);
+    worst
+}
+
+/// Greedy tokens are the golden ones up to where two were about as likely.
+fn check_tokens(name: &str, prompt: &Value, tokens: &[u32], limits: &Limits) {
     let margins: Vec<f64> = prompt["greedy_margin"].as_array().unwrap().iter().map(|x| x.as_f64().unwrap()).collect();
-    for (at, (got, want)) in completion.tokens.iter().zip(ids(&prompt["greedy_ids"])).enumerate() {
+    for (at, (got, want)) in tokens.iter().zip(ids(&prompt["greedy_ids"])).enumerate() {
         if *got != want {
             let margin = margins[at];
             assert!(margin <= limits.margin, "{name}: token {at} is {got}, not {want} (margin {margin})");
             break; // From here on the texts part rightly.
         }
     }
-    assert_eq!(completion.tokens.len(), GREEDY_TOKENS);
-    worst
+    assert_eq!(tokens.len(), GREEDY_TOKENS);
 }
 
 fn check_document(name: &str, golden: &Value, handle: &EngineHandle, limits: &Limits) -> f64 {
@@ -137,7 +142,11 @@ fn check_golden(activations: Activations, kv_dtype: DType) {
             worst = worst.max(check_prompt(name, prompt, &first, &limits));
             // Without log-probabilities the device chooses tokens itself.
             let again = generate(&handle, &ids(&prompt["ids"]), GREEDY_TOKENS, greedy(None));
-            assert_eq!(again.choices[0].tokens, first.choices[0].tokens, "{name}: recorded steps say something else");
+            check_tokens(&format!("{name}, recorded"), prompt, &again.choices[0].tokens, &limits);
+            // In bf16 a prefix hit is another cut of the prompt, and rounds elsewhere.
+            if activations == Activations::F32 {
+                assert_eq!(again.choices[0].tokens, first.choices[0].tokens, "{name}: recorded steps differ");
+            }
         }
         let document = check_document(name, &golden, &handle, &limits);
         stop(&handle);
