@@ -6,7 +6,7 @@ use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
 use crate::remote::{OutputSender, RemoteRanks};
 use crate::worker::Worker;
 use crate::{EngineError, Executor, StepInput};
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
 use pagemill_backend::Collective;
 use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::StepOutput;
@@ -21,6 +21,15 @@ pub(crate) const MAX_MICRO_BATCHES: usize = 32;
 
 /// How often a waiting `collect` looks for a rank that failed without a word to the others.
 const FAILURE_POLL: Duration = Duration::from_millis(100);
+
+/// How long before a step is expected back the engine stops sleeping, where it may spin, and for how long it
+/// does so at most.
+const WATCH_BEFORE: Duration = Duration::from_micros(300);
+const WATCH_FOR: Duration = Duration::from_micros(900);
+
+/// How long a rank on a device of its own looks for the next step before it sleeps: longer than the engine takes
+/// to plan it.
+const WATCH_FOR_INPUT: Duration = Duration::from_micros(300);
 
 /// How long an executor that ends waits for what other processes still compute.
 const LAST_OUTPUTS: Duration = Duration::from_secs(2);
@@ -43,6 +52,15 @@ pub struct PipelineExecutor {
     active_since: Option<Instant>,
     active: Duration,
     tuning: Arc<[MicroBatchSample]>,
+    watch: Watch,
+}
+
+/// When the engine looks for a step's output instead of sleeping until it is woken, which takes tens of
+/// microseconds. Where ranks compute on the host's cores, never: they need them.
+struct Watch {
+    is_allowed: bool,
+    /// How long the last waits took, smoothed.
+    expected: Duration,
 }
 
 /// A worker's own thread, or what is known of a rank elsewhere. A thread ends when its input closes, at its
@@ -78,6 +96,7 @@ struct RankLoop {
     outputs: Option<OutputSender>,
     failure: Arc<OnceLock<String>>,
     collective: Arc<dyn Collective>,
+    may_spin: bool,
 }
 
 impl PipelineExecutor {
@@ -90,12 +109,13 @@ impl PipelineExecutor {
         let collective = collective.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
+        let may_spin = workers.iter().all(|worker| !worker.shares_cores());
         let ranks = workers
             .into_iter()
             .enumerate()
             .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
             .collect::<Result<_, _>>()?;
-        Ok(Self::over(ranks, None, outputs, failure, collective))
+        Ok(Self::over(ranks, None, outputs, failure, collective, may_spin))
     }
 
     /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
@@ -113,14 +133,14 @@ impl PipelineExecutor {
             let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
             return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
         }
-        let collective = worker.collective();
+        let (collective, may_spin) = (worker.collective(), !worker.shares_cores());
         let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
         ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
             let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
             let num_layers = stages[stage].layers.len();
             RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
         }));
-        Ok(Self::over(ranks, Some(inputs), outputs, failure, collective))
+        Ok(Self::over(ranks, Some(inputs), outputs, failure, collective, may_spin))
     }
 
     fn over(
@@ -129,6 +149,7 @@ impl PipelineExecutor {
         outputs: Receiver<Result<StepOutput, EngineError>>,
         failure: Arc<OnceLock<String>>,
         collective: Arc<dyn Collective>,
+        may_spin: bool,
     ) -> Self {
         Self {
             ranks,
@@ -141,6 +162,7 @@ impl PipelineExecutor {
             active_since: None,
             active: Duration::ZERO,
             tuning: Arc::new([]),
+            watch: Watch { is_allowed: may_spin, expected: Duration::ZERO },
         }
     }
 
@@ -196,8 +218,9 @@ impl Executor for PipelineExecutor {
     }
 
     fn collect(&mut self) -> Result<StepOutput, EngineError> {
+        let started = Instant::now();
         let output = loop {
-            match self.outputs.recv_timeout(FAILURE_POLL) {
+            match self.watch.receive(&self.outputs) {
                 Ok(Ok(output)) => break output,
                 // The first failure says more than what followed from it.
                 Ok(Err(error)) => return Err(self.failure.get().cloned().map_or(error, EngineError::Internal)),
@@ -205,6 +228,7 @@ impl Executor for PipelineExecutor {
                 Err(_) => return Err(self.lost_rank()),
             }
         };
+        self.watch.expected = (self.watch.expected * 3 + started.elapsed()) / 4;
         self.in_flight = self.in_flight.saturating_sub(1);
         if self.in_flight == 0
             && let Some(since) = self.active_since.take()
@@ -242,6 +266,34 @@ impl Executor for PipelineExecutor {
     }
 }
 
+impl Watch {
+    /// Sleeps until the next output comes, but for a while about when it is expected.
+    fn receive<T>(&self, outputs: &Receiver<T>) -> Result<T, RecvTimeoutError> {
+        if self.is_allowed {
+            match outputs.recv_timeout(self.expected.saturating_sub(WATCH_BEFORE)) {
+                Err(RecvTimeoutError::Timeout) => {}
+                found => return found,
+            }
+            if let Some(found) = watch_for(outputs, WATCH_FOR) {
+                return found.map_err(|_| RecvTimeoutError::Disconnected);
+            }
+        }
+        outputs.recv_timeout(FAILURE_POLL)
+    }
+}
+
+/// What comes within `time`, without sleeping.
+fn watch_for<T>(receiver: &Receiver<T>, time: Duration) -> Option<Result<T, TryRecvError>> {
+    let started = Instant::now();
+    while started.elapsed() < time {
+        match receiver.try_recv() {
+            Err(TryRecvError::Empty) => std::hint::spin_loop(),
+            found => return Some(found),
+        }
+    }
+    None
+}
+
 impl Drop for PipelineExecutor {
     fn drop(&mut self) {
         if self.remote_inputs.is_some() {
@@ -276,6 +328,7 @@ impl RankThread {
         let rank_loop = RankLoop {
             outputs: worker.is_output_rank().then(|| outputs.clone()),
             collective: worker.collective(),
+            may_spin: !worker.shares_cores(),
             worker,
             inputs,
             failure: Arc::clone(failure),
@@ -291,8 +344,18 @@ impl RankThread {
 }
 
 impl RankLoop {
+    /// `None`: there is no more.
+    fn next_input(&self) -> Option<Arc<StepInput>> {
+        if self.may_spin
+            && let Some(found) = watch_for(&self.inputs, WATCH_FOR_INPUT)
+        {
+            return found.ok();
+        }
+        self.inputs.recv().ok()
+    }
+
     fn run(mut self) {
-        for input in &self.inputs {
+        while let Some(input) = self.next_input() {
             // The worker is not used again after a panic, so a half-changed one is never seen.
             let result = catch_unwind(AssertUnwindSafe(|| self.worker.run(&input)))
                 .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))));

@@ -125,6 +125,11 @@ impl Worker {
         Arc::clone(&self.cx.collective)
     }
 
+    /// Whether it computes on the host's cores rather than on a device of its own.
+    pub(crate) fn shares_cores(&self) -> bool {
+        self.cx.backend.info().shares_memory
+    }
+
     /// What it counts.
     pub(crate) fn meter(&self) -> Arc<RankMeter> {
         Arc::clone(&self.meter)
