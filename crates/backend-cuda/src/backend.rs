@@ -10,13 +10,14 @@
 //! algorithm by the number of tokens. [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where
 //! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
 
-use crate::attention::{AttentionLaunches, AttentionOps, AttentionTask, HeadsTask, LayerPool, PoolTensor};
+mod pools;
+
+use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
 use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
-use crate::kernels::attention_plan::{LayerKind, PlanPlace};
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
 use crate::loading::{CudaWeight, cuda_weight, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
@@ -130,42 +131,6 @@ impl CudaBackend {
         let wide = self.workspace.take(count * 4)?;
         self.rows.convert(place, DType::F32, wide.address(), count)?;
         Ok((wide.address(), Some(wide)))
-    }
-
-    fn pool_layer<'a>(
-        &self,
-        op: &'static str,
-        kv: &'a KvPool,
-        layer_idx: usize,
-    ) -> Result<LayerPool<'a>, BackendError> {
-        let tensor = kv.layer(layer_idx).as_any().downcast_ref::<PoolTensor>();
-        let tensor = tensor.ok_or_else(|| shape_error(op, "a KV pool of the cuda device", "one of another device"))?;
-        Ok(LayerPool { spec: kv.spec(), address: tensor.address(), map: tensor.map() })
-    }
-
-    /// The batch's plan for a kind of layers, made if this is the first time; `None` if that cannot be done now.
-    fn attention_plan(
-        &self,
-        op: &'static str,
-        kind: LayerKind,
-        batch: &DeviceBatch,
-    ) -> Result<Option<PlanPlace>, BackendError> {
-        let device = device_batch(op, batch)?;
-        if let Some(place) = device.plan(&kind) {
-            return Ok(Some(place));
-        }
-        // An upload would become part of the record. The step before a recorded one has met all kinds, unless it
-        // failed.
-        if lock(&self.records).is_recording() {
-            return Ok(None);
-        }
-        lock(&self.batch).add_plan(kind, &batch.layout, device).map(Some)
-    }
-
-    /// How often each of the attention kernels was launched, each launch of a recorded step counted once. For tests
-    /// and diagnosis.
-    pub fn attention_launches(&self) -> AttentionLaunches {
-        self.attention.launches()
     }
 
     /// Uploads small floats to a range of their own.

@@ -1,0 +1,214 @@
+//! Rope, and the way of K and V into the pool.
+
+use super::{AttentionOps, LayerPool, word};
+use crate::batch::{CudaBatch, GroupPlace};
+use crate::check::View;
+use pagemill_backend::{BackendError, RopeStyle, RopeTable};
+use std::sync::PoisonError;
+
+/// `MAX_PAIRS` in rope_kv.cu.
+const MAX_PAIRS: usize = 256;
+/// `HEAD_WARPS` in rope_kv.cu.
+const HEAD_WARPS: u32 = 8;
+/// Tokens up to which a token's heads are spread over several blocks.
+const FEW_TOKENS: u32 = 64;
+
+/// `RopeArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct RopeArgs {
+    x: u64,
+    positions: u64,
+    num_heads: u32,
+    head_dim: u32,
+    pairs: u32,
+    interleaved: u32,
+    magnitude: f32,
+    inv_freq: [f32; MAX_PAIRS],
+}
+
+/// `KvWriteArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct KvWriteArgs {
+    k: u64,
+    v: u64,
+    slots: u64,
+    pool: u64,
+    num_kv_heads: u32,
+    head_dim: u32,
+    block_size: u32,
+}
+
+/// `HeadsArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct HeadsArgs {
+    q: u64,
+    k: u64,
+    v: u64,
+    q_norm: u64,
+    k_norm: u64,
+    angles: u64,
+    slots: u64,
+    pool: u64,
+    num_heads: u32,
+    num_kv_heads: u32,
+    head_dim: u32,
+    block_size: u32,
+    pairs: u32,
+    interleaved: u32,
+    q_eps: f32,
+    k_eps: f32,
+}
+
+/// `AnglesArgs` in rope_kv.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct AnglesArgs {
+    angles: u64,
+    positions: u64,
+    pairs: u32,
+    magnitude: f32,
+    inv_freq: [f32; MAX_PAIRS],
+}
+
+/// Heads on their way to attention: views of q `[T, H * E]`, k and v `[T, K * E]`, all of one type.
+pub(crate) struct HeadsTask<'a> {
+    pub(crate) q: View,
+    pub(crate) k: View,
+    pub(crate) v: View,
+    /// f32 `[E]` and its epsilon.
+    pub(crate) q_norm: Option<(u64, f32)>,
+    /// f32 `[E]` and its epsilon.
+    pub(crate) k_norm: Option<(u64, f32)>,
+    pub(crate) rope: &'a RopeTable,
+    pub(crate) num_tokens: u32,
+    pub(crate) num_heads: u32,
+}
+
+impl AttentionOps {
+    /// Rotates `x` `[T, heads * E]` in place.
+    pub(crate) fn rope(
+        &self,
+        x: View,
+        (num_tokens, num_heads, head_dim): (u32, u32, u32),
+        table: &RopeTable,
+        batch: &CudaBatch,
+    ) -> Result<(), BackendError> {
+        let (pairs, inv_freq) = self.frequencies(table, x)?;
+        let args = RopeArgs {
+            x: x.address,
+            positions: batch.positions,
+            num_heads,
+            head_dim,
+            pairs,
+            interleaved: u32::from(table.style == RopeStyle::Interleaved),
+            magnitude: table.magnitude,
+            inv_freq,
+        };
+        let work = num_heads.saturating_mul(args.pairs);
+        let threads = work.next_multiple_of(32).clamp(32, 512);
+        // SAFETY: the struct is the kernel's; the op checked x `[T, heads * E]` and that pairs fit a head; the
+        // batch holds T positions.
+        unsafe { self.device.launch(self.rope[x.elem as usize].0, (num_tokens, 1), threads, 0, &args) }
+    }
+
+    /// Number of pairs, and the frequencies as kernels take them.
+    fn frequencies(&self, table: &RopeTable, x: View) -> Result<(u32, [f32; MAX_PAIRS]), BackendError> {
+        let pairs = table.inv_freq.len();
+        if pairs > MAX_PAIRS {
+            return Err(BackendError::Unsupported {
+                device: self.device.label(),
+                op: "rope",
+                dtype: x.elem.dtype(),
+                detail: format!("{pairs} pairs of a head; at most {MAX_PAIRS}"),
+            });
+        }
+        let mut inv_freq = [0.0; MAX_PAIRS];
+        inv_freq[..pairs].copy_from_slice(&table.inv_freq);
+        Ok((word(pairs), inv_freq))
+    }
+
+    /// The step's angles `[T, 2, pairs]`: as its first layer with these frequencies left them, else made anew.
+    fn angles(
+        &self,
+        table: &RopeTable,
+        (pairs, inv_freq): (u32, [f32; MAX_PAIRS]),
+        num_tokens: u32,
+        batch: &CudaBatch,
+    ) -> Result<u64, BackendError> {
+        let mut held = self.angles.lock().unwrap_or_else(PoisonError::into_inner);
+        let (address, current) = held.place(&self.device, table, num_tokens, batch.serial)?;
+        if !current {
+            let args =
+                AnglesArgs { angles: address, positions: batch.positions, pairs, magnitude: table.magnitude, inv_freq };
+            let threads = pairs.next_multiple_of(32).clamp(32, 256);
+            // SAFETY: the struct is the kernel's; the place holds T rows, and the batch T positions.
+            unsafe { self.device.launch(self.rope_angles.0, (num_tokens, 1), threads, 0, &args) }?;
+        }
+        Ok(address)
+    }
+
+    /// Norms (where given) and rotates q in place and k, and writes k and v to their slots.
+    pub(crate) fn heads(
+        &self,
+        task: &HeadsTask<'_>,
+        batch: &CudaBatch,
+        group: GroupPlace,
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let (pairs, inv_freq) = self.frequencies(task.rope, task.q)?;
+        let angles = self.angles(task.rope, (pairs, inv_freq), task.num_tokens, batch)?;
+        let args = HeadsArgs {
+            q: task.q.address,
+            k: task.k.address,
+            v: task.v.address,
+            q_norm: task.q_norm.map_or(0, |(weight, _)| weight),
+            k_norm: task.k_norm.map_or(0, |(weight, _)| weight),
+            angles,
+            slots: group.slots,
+            pool: pool.address,
+            num_heads: task.num_heads,
+            num_kv_heads: word(pool.spec.num_kv_heads),
+            head_dim: word(pool.spec.head_dim),
+            block_size: word(pool.spec.block_size),
+            pairs,
+            interleaved: u32::from(task.rope.style == RopeStyle::Interleaved),
+            q_eps: task.q_norm.map_or(0.0, |(_, eps)| eps),
+            k_eps: task.k_norm.map_or(0.0, |(_, eps)| eps),
+        };
+        let all_heads = args.num_heads + 2 * args.num_kv_heads;
+        let across = if task.num_tokens <= FEW_TOKENS { all_heads.div_ceil(HEAD_WARPS) } else { 1 };
+        let function = self.heads[task.q.elem as usize][self.kv_idx(pool.spec)?];
+        // SAFETY: the struct is the kernel's; the op checked the shapes, that pairs fit a head and heads the pool,
+        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool. It waits first,
+        // and lets no successor begin.
+        unsafe { self.device.launch_overlapped(function.0, (task.num_tokens, across), HEAD_WARPS * 32, 0, &args) }
+    }
+
+    /// Writes k and v `[T, K * E]` to their slots.
+    pub(crate) fn kv_write(
+        &self,
+        k: View,
+        v: View,
+        num_tokens: u32,
+        group: GroupPlace,
+        pool: LayerPool<'_>,
+    ) -> Result<(), BackendError> {
+        let args = KvWriteArgs {
+            k: k.address,
+            v: v.address,
+            slots: group.slots,
+            pool: pool.address,
+            num_kv_heads: word(pool.spec.num_kv_heads),
+            head_dim: word(pool.spec.head_dim),
+            block_size: word(pool.spec.block_size),
+        };
+        let threads = (args.num_kv_heads * args.head_dim).next_multiple_of(32).clamp(32, 512);
+        let function = self.kv_write[k.elem as usize][self.kv_idx(pool.spec)?];
+        // SAFETY: the struct is the kernel's; the op checked both shapes, and the batch's slots lie inside the
+        // pool: they were checked against its size.
+        unsafe { self.device.launch(function.0, (num_tokens, 1), threads, 0, &args) }
+    }
+}
