@@ -45,6 +45,9 @@ struct Shared {
     names: Vec<String>,
     collective: Arc<dyn Collective>,
     ends: RemoteEnds,
+    /// The engine stands: its end is everybody's. Before, the end of its channels is that of a failed start, and
+    /// [`Leader::build`] says why.
+    is_built: AtomicBool,
     /// Everybody has been told to end: what closes from now on is not lost.
     has_ended: AtomicBool,
     is_failing: AtomicBool,
@@ -73,6 +76,7 @@ impl Leader {
             names,
             collective,
             ends,
+            is_built: AtomicBool::new(false),
             has_ended: AtomicBool::new(false),
             is_failing: AtomicBool::new(false),
         });
@@ -127,6 +131,7 @@ impl Leader {
         let rank = rank.settle(plan.num_blocks)?;
         self.gather("ready", |frame| matches!(frame, Frame::Ready).then_some(()))?;
         let built = rank.into_engine(plan, self.remote)?;
+        self.shared.is_built.store(true, Ordering::Release);
         Ok((built, self.watch))
     }
 
@@ -248,7 +253,8 @@ impl Shared {
         }
         match self.ends.failure() {
             Some(reason) => self.fail(reason, None),
-            None => self.shut_down(),
+            None if self.is_built.load(Ordering::Acquire) => self.shut_down(),
+            None => {}
         }
     }
 
