@@ -7,7 +7,7 @@
 /// By how much the others' median step may be slower beside fillers.
 const SLOWDOWN_PERCENT: u64 = 5;
 /// Tokens of the first filling steps: a few rows cost what one does.
-const FIRST_TOKENS: usize = 4;
+pub(super) const FIRST_TOKENS: usize = 4;
 /// Steps that are compared, at least.
 const WINDOW: usize = 8;
 /// Steps beside fillers between two looks at the time alone, at most.

@@ -5,7 +5,7 @@
 //! when nobody else can and a stage would idle, in steps no longer than the others bear (`filler_governor`).
 //! Once it is the first in order it is no filler any more, so that it ends for all that others do.
 
-use super::filler_governor::TimedStep;
+use super::filler_governor::{FIRST_TOKENS, TimedStep};
 use super::step::InFlightStep;
 use super::waiting::Rank;
 use super::{DynamicBatchScheduler, SchedulerConfig};
@@ -101,9 +101,10 @@ impl DynamicBatchScheduler {
     }
 
     /// What the others bear beside a decode. Behind a prompt chunk a filling step may be as long as that:
-    /// it has left a stage when the chunk's successor comes.
+    /// it has left a stage when the chunk's successor comes. Where the others cannot go on although nothing is
+    /// in flight, they wait for blocks that fillers hold, and what those take delays nobody.
     fn filler_tokens(&self) -> usize {
-        let borne = self.governor.num_tokens();
+        let borne = if self.in_flight.is_empty() { FIRST_TOKENS } else { 0 }.max(self.governor.num_tokens());
         let newest = self.in_flight.iter().rev().find(|step| !step.is_filler);
         let chunk = newest.filter(|step| borne > 0 && !step.is_decode()).map_or(0, |step| step.num_tokens);
         borne.max(chunk).min(self.config.max_batch_tokens)
