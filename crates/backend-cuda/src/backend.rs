@@ -32,6 +32,7 @@ use pagemill_backend::{
     Weight, WeightDesc, composed,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 /// Rows of logits at once: a large batch's, at half a megabyte each for a large vocabulary.
 const LOGITS_ROWS: usize = 256;
@@ -91,14 +92,19 @@ impl CudaBackend {
     /// # Errors
     /// There is no such GPU, no kernel for it in this build, or no cuBLASLt.
     pub fn new(config: CudaConfig) -> Result<Self, BackendError> {
+        let begun = Instant::now();
         let device = Arc::new(Device::open(config.ordinal)?);
+        let opened = begun.elapsed();
         let kernels = Kernels::load(&device)?;
         let workspace = Workspace::new(&device);
-        Ok(Self {
+        let loaded = begun.elapsed();
+        let linear = LinearOps::new(&device, &kernels, &workspace)?;
+        let products = begun.elapsed();
+        let backend = Self {
             records: Mutex::new(Records::new(&device)),
             rows: RowOps::new(&device, &kernels)?,
             attention: AttentionOps::new(&device, &kernels)?,
-            linear: LinearOps::new(&device, &kernels, &workspace)?,
+            linear,
             results: Results::new(&device, &kernels, &workspace)?,
             batch: Mutex::new(BatchMemory::new(&device)?),
             pieces: Mutex::default(),
@@ -106,7 +112,12 @@ impl CudaBackend {
             kernels,
             activations: config.activations,
             device,
-        })
+        };
+        tracing::debug!(
+            driver = ?opened, kernels = ?(loaded - opened), cublaslt = ?(products - loaded),
+            rest = ?(begun.elapsed() - products), "{} opened", backend.device.label()
+        );
+        Ok(backend)
     }
 
     /// How often the kernel for products of few tokens was launched, each launch of a recorded step counted once.

@@ -6,11 +6,12 @@ use crate::processes::Leading;
 use crate::{models, ranks};
 use anyhow::Result;
 use indicatif::{HumanBytes, ProgressBar};
-use pagemill_engine::{EngineHandle, MemoryPlan, build_engine_on};
+use pagemill_engine::{EngineHandle, MemoryPlan, StartTimes, build_engine_on};
 use pagemill_formats::Checkpoint;
 use pagemill_model::{LoadProgress, ModelSpec};
 use pagemill_server::TextAssets;
 use std::path::Path;
+use std::time::{Duration, Instant};
 
 /// What loading prints (to standard error).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,6 +43,10 @@ pub struct LoadedEngine {
     pub plan: MemoryPlan,
     /// The device's description.
     pub device: String,
+    /// Opening the devices.
+    pub device_time: Duration,
+    /// The rest of the start, by part.
+    pub times: StartTimes,
 }
 
 /// A running engine and everything about text.
@@ -115,14 +120,19 @@ fn start(checkpoint: &Checkpoint, config: &Config, show: Show, home: Home<'_>) -
         bar.set_length(progress.bytes_total);
         bar.set_position(progress.bytes_done);
     };
+    let opening = Instant::now();
+    let mut device_time = Duration::ZERO;
     let (built, device) = match home {
         Home::Threads => {
             let ranks::Ranks { contexts, description } = ranks::open(config)?;
+            device_time = opening.elapsed();
             (build_engine_on(checkpoint, contexts, &config.engine, &progress)?, description)
         }
         Home::Processes(leading) => leading.build(checkpoint, config, &progress)?,
     };
     bar.finish_and_clear();
+    let times = built.times;
+    tracing::debug!(device = ?device_time, ?times.weights, ?times.rehearsal, ?times.pool, "started");
     if show == Show::Memory {
         eprintln!("{} on {device}, {} of weights", built.spec.architecture, HumanBytes(built.plan.weight_bytes));
         eprintln!("{}", built.plan);
@@ -130,5 +140,12 @@ fn start(checkpoint: &Checkpoint, config: &Config, show: Show, home: Home<'_>) -
             eprintln!("{text}");
         }
     }
-    Ok(LoadedEngine { handle: EngineHandle::spawn(built.engine), spec: built.spec, plan: built.plan, device })
+    Ok(LoadedEngine {
+        handle: EngineHandle::spawn(built.engine),
+        spec: built.spec,
+        plan: built.plan,
+        device,
+        device_time,
+        times,
+    })
 }

@@ -36,7 +36,7 @@ pub use engine::InferenceEngine;
 pub use error::{EngineError, SubmitError};
 pub use executor::{Executor, MicroBatchSample, PipelineStatus, StageStatus, StartedRequest, StepInput};
 pub use handle::{EngineHandle, EngineStatus};
-pub use loading::{BuiltEngine, DeviceMemory, build_engine, build_engine_on, plan_memory};
+pub use loading::{BuiltEngine, DeviceMemory, StartTimes, build_engine, build_engine_on, plan_memory};
 pub use lone_rank::{LoadedRank, MeterReader, RankMemory, SettledRank};
 pub use memory::{KvFactors, MemoryPlan, UnifiedMemoryAllocator};
 pub use pipeline::PipelineExecutor;

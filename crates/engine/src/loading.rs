@@ -13,6 +13,7 @@ use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
 use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 /// What [`build_engine`] made.
 pub struct BuiltEngine {
@@ -24,6 +25,19 @@ pub struct BuiltEngine {
     pub plan: MemoryPlan,
     /// The layers of each stage.
     pub stages: Vec<Stage>,
+    /// What starting took; nothing where ranks are processes, which are not timed.
+    pub times: StartTimes,
+}
+
+/// Where the time of a start goes: of the slowest rank, where there are several.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct StartTimes {
+    /// Reading weights onto the device.
+    pub weights: Duration,
+    /// The largest step, on a pool that holds just it.
+    pub rehearsal: Duration,
+    /// Allocating the pool, starting the ranks' threads, and tuning micro-batches.
+    pub pool: Duration,
 }
 
 /// Loads a model on one device and builds its engine. See [`build_engine_on`].
@@ -68,6 +82,9 @@ pub fn build_engine_on(
 
     let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
     let ready = bring_up.run(ranks, progress)?;
+    let slowest = |of: fn(&StartTimes) -> Duration| ready.iter().map(|rank| of(&rank.times)).max().unwrap_or_default();
+    let (weights, rehearsal) = (slowest(|times| times.weights), slowest(|times| times.rehearsal));
+    let settling = Instant::now();
     let measured = Measured {
         memory,
         weight_bytes: ready.iter().map(|rank| rank.weight_bytes).sum(),
@@ -83,7 +100,8 @@ pub fn build_engine_on(
     }
     let mut executor = PipelineExecutor::start(workers)?;
     micro_batches::settle(&mut executor, config, &limits, plan.num_blocks)?;
-    Ok(join_parts(executor, config, &limits, spec, plan, stages))
+    let times = StartTimes { weights, rehearsal, pool: settling.elapsed() };
+    Ok(BuiltEngine { times, ..join_parts(executor, config, &limits, spec, plan, stages) })
 }
 
 /// Puts the engine together around an executor that is ready.
@@ -102,7 +120,7 @@ pub(crate) fn join_parts(
         UnifiedMemoryAllocator::new(plan),
     );
     let engine = if config.check_every_step { engine.checked_every_step() } else { engine };
-    BuiltEngine { engine, spec, plan, stages }
+    BuiltEngine { engine, spec, plan, stages, times: StartTimes::default() }
 }
 
 /// As many ranks as the configuration lays the model out over, in equal stages.

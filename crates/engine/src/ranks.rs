@@ -2,6 +2,7 @@
 //! together with the others. Decides what a failure of one means for all; sizes nothing.
 
 use crate::limits::{Limits, pool_spec};
+use crate::loading::StartTimes;
 use crate::pipeline::panic_message;
 use crate::warm_up::{LargestStep, largest_step};
 use crate::worker::{PaddingBlocks, Worker};
@@ -10,7 +11,7 @@ use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// How often progress is told while several ranks load.
 const PROGRESS_PERIOD: Duration = Duration::from_millis(20);
@@ -33,6 +34,8 @@ pub(crate) struct ReadyRank {
     pub(crate) worker: Worker,
     pub(crate) weight_bytes: u64,
     pub(crate) workspace_bytes: u64,
+    /// Of its weights and its rehearsal.
+    pub(crate) times: StartTimes,
 }
 
 /// Bytes read so far, and in all.
@@ -135,7 +138,9 @@ impl BringUp<'_> {
         largest: &LargestStep,
         progress: &dyn Fn(LoadProgress),
     ) -> Result<ReadyRank, EngineError> {
+        let begun = Instant::now();
         let model = pagemill_model::load_stage(self.checkpoint, cx, stage, progress)?;
+        let weights = begun.elapsed();
         let weight_bytes = model.weight_bytes();
         let ranks_per_stage = cx.collective.world_size();
         let pool = pool_spec(self.spec, self.config, stage, ranks_per_stage, largest.num_blocks);
@@ -147,7 +152,8 @@ impl BringUp<'_> {
         let rehearsed = (0..times).try_for_each(|_| worker.run(&largest.input).map(|_| ()));
         cx.backend.rehearse(false);
         rehearsed?;
-        Ok(ReadyRank { worker, weight_bytes, workspace_bytes: cx.backend.workspace().0 as u64 })
+        let times = StartTimes { weights, rehearsal: begun.elapsed() - weights, ..StartTimes::default() };
+        Ok(ReadyRank { worker, weight_bytes, workspace_bytes: cx.backend.workspace().0 as u64, times })
     }
 }
 

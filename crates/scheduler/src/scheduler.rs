@@ -67,6 +67,8 @@ pub struct SchedulerStats {
     pub padding_tokens: u64,
     /// Tokens computed since start where a stage would have idled.
     pub filler_tokens: u64,
+    /// Steps since start that computed prompt chunks beside decodes.
+    pub mixed_steps: u64,
     /// Most sequences running at once since start.
     pub peak_running: usize,
 }
@@ -219,6 +221,7 @@ impl DynamicBatchScheduler {
         }
         self.counters.peak_running = self.counters.peak_running.max(self.running.len());
         self.counters.padding_tokens += step.num_padding() as u64;
+        self.counters.mixed_steps += u64::from(step.is_mixed());
         if step.is_empty() {
             return StepPlan { step: self.step, ..StepPlan::default() };
         }

@@ -83,6 +83,11 @@ impl StepBuilder {
         self.decodes.is_empty() && self.chunks.is_empty()
     }
 
+    /// Whether it has prompt chunks beside decodes.
+    pub(super) fn is_mixed(&self) -> bool {
+        !self.decodes.is_empty() && !self.chunks.is_empty()
+    }
+
     pub(super) fn num_padding(&self) -> usize {
         self.decodes.iter().chain(&self.chunks).map(|sequence| sequence.num_padding).sum()
     }

@@ -7,6 +7,7 @@ use crate::{devices, loading};
 use anyhow::{Result, bail};
 use clap::Args;
 use std::io::Write;
+use std::time::{Duration, Instant};
 
 /// Arguments of `pagemill bench latency`.
 #[derive(Args)]
@@ -48,6 +49,7 @@ pub fn latency(args: LatencyArgs) -> Result<()> {
     if args.runs == 0 || args.gen_tokens < 2 || args.prompt_tokens == 0 || args.batch_size.contains(&0) {
         bail!("runs, prompt_tokens and batch_size must be at least 1, gen_tokens at least 2");
     }
+    let begun = Instant::now();
     let (file_model, engine, _) = args.shared.clone().merge(ServerSettings::default())?;
     let model = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
     let mut config = crate::config::engine_config(engine)?;
@@ -57,12 +59,49 @@ pub fn latency(args: LatencyArgs) -> Result<()> {
     config.engine.max_seq_len.get_or_insert(args.prompt_tokens + args.gen_tokens + 16);
     let loaded = loading::load_engine(&model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed);
+    let start = Start::measure(begun, &args, &loaded, &mut random)?;
     let mut rows = Vec::new();
     for &batch_size in &args.batch_size {
         rows.push(measure(&args, &loaded, batch_size, &mut random)?);
     }
     loaded.handle.shutdown();
-    print(&args, &model, &config, &loaded, &rows)
+    print(&args, &model, &config, &loaded, &start, &rows)
+}
+
+/// Milliseconds from the command's beginning to the first token of the first request, by part.
+struct Start {
+    total: f64,
+    parts: Vec<(&'static str, f64)>,
+}
+
+impl Start {
+    /// Sends the first request: one sequence, one token.
+    fn measure(
+        begun: Instant,
+        args: &LatencyArgs,
+        loaded: &loading::LoadedEngine,
+        random: &mut Random,
+    ) -> Result<Self> {
+        let prompt = random_prompt(random, args.prompt_tokens, loaded.spec.vocab_size);
+        let result = run(&loaded.handle, vec![Job { prompt, generated: 1, arrival: 0.0, priority: 0 }])?;
+        let ms = |time: Duration| time.as_secs_f64() * 1e3;
+        let total = ms(begun.elapsed());
+        let times = &loaded.times;
+        let mut parts = vec![
+            ("device", ms(loaded.device_time)),
+            ("weights", ms(times.weights)),
+            ("rehearsal", ms(times.rehearsal)),
+            ("pool", ms(times.pool)),
+            ("first_token", result.wall * 1e3),
+        ];
+        parts.push(("other", total - parts.iter().map(|(_, ms)| ms).sum::<f64>()));
+        Ok(Self { total, parts })
+    }
+
+    fn json(&self) -> serde_json::Value {
+        let parts = self.parts.iter().map(|&(name, ms)| (name.to_owned(), ms.into()));
+        serde_json::Value::Object([("total".to_owned(), self.total.into())].into_iter().chain(parts).collect())
+    }
 }
 
 fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize, random: &mut Random) -> Result<Row> {
@@ -124,6 +163,7 @@ fn print(
     model: &str,
     config: &crate::config::Config,
     loaded: &loading::LoadedEngine,
+    start: &Start,
     rows: &[Row],
 ) -> Result<()> {
     let mut out = std::io::stdout().lock();
@@ -132,7 +172,8 @@ fn print(
         let report = serde_json::json!({
             "bench": "latency", "model": model, "device": loaded.device, "activations": devices::activations(config),
             "kv_dtype": config.engine.kv_dtype.name(), "prompt_tokens": args.prompt_tokens,
-            "gen_tokens": args.gen_tokens, "runs": args.runs, "seed": args.seed, "rows": rows,
+            "gen_tokens": args.gen_tokens, "runs": args.runs, "seed": args.seed, "start_ms": start.json(),
+            "rows": rows,
         });
         writeln!(out, "{report}")?;
         return Ok(());
@@ -162,6 +203,8 @@ fn print(
         ]);
     }
     writeln!(out, "{table}")?;
+    let parts: Vec<String> = start.parts.iter().map(|(name, ms)| format!("{name} {ms:.0}")).collect();
+    writeln!(out, "from the start to the first token: {:.0} ms ({})", start.total, parts.join(", "))?;
     Ok(())
 }
 

@@ -1,5 +1,8 @@
 //! `pagemill bench throughput`: the same requests through a static batch, through continuous batching over
-//! contiguous KV, and through continuous batching over paged KV, at equal KV memory.
+//! contiguous KV, and through continuous batching over paged KV, at equal KV memory; or through the one arrangement
+//! that a server runs.
+
+mod served;
 
 use super::driver::{Job, RunResult, run};
 use super::workload::{Lengths, Random, conversation_like, draw, quantile, random_prompt, read_trace};
@@ -28,6 +31,15 @@ pub struct ThroughputArgs {
     /// Multiplies the trace's lengths, to fit the model and the machine
     #[arg(long, default_value_t = 0.125)]
     length_scale: f64,
+    /// Prompt tokens of every request, instead of a trace's
+    #[arg(long, requires = "gen_tokens", conflicts_with_all = ["trace", "length_scale"], value_name = "N")]
+    prompt_tokens: Option<usize>,
+    /// Tokens to generate for every request
+    #[arg(long, requires = "prompt_tokens", value_name = "N")]
+    gen_tokens: Option<usize>,
+    /// Only the arrangement that `serve` runs, with its limits and all the memory that it would take
+    #[arg(long)]
+    as_served: bool,
     /// Requests per second (Poisson); 0: all at once
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
@@ -83,31 +95,81 @@ pub fn throughput(args: ThroughputArgs) -> Result<()> {
     let model = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
     let mut config = crate::config::engine_config(engine)?;
     config.engine.prefix_cache = false;
-    config.engine.max_batch_size.get_or_insert(16);
     config.engine.max_waiting = config.engine.max_waiting.max(args.requests);
-    let rows = match &args.trace {
-        Some(path) => read_trace(path)?,
-        None => conversation_like(&mut Random::new(args.seed ^ 0xA5), 4096),
-    };
-    let spec = pagemill_model::read_spec(&loading::open(&model, &config)?)?;
+    let workload = Workload::read(&args)?;
+    if args.as_served {
+        return served::served(&args, &workload, &model, &config);
+    }
+    compare(&args, &workload, &model, config)
+}
+
+/// Runs all arrangements on a pool that is tight enough for the layout to matter.
+fn compare(args: &ThroughputArgs, workload: &Workload, model: &str, mut config: Config) -> Result<()> {
+    config.engine.max_batch_size.get_or_insert(16);
+    let spec = pagemill_model::read_spec(&loading::open(model, &config)?)?;
     // What contiguous reservation has to set aside: the model's context on the scale of the lengths.
     #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss, clippy::cast_precision_loss)]
     let scaled_context = ((spec.max_seq_len as f64 * args.length_scale.min(1.0)) as usize).max(64);
     let max_seq_len = *config.engine.max_seq_len.get_or_insert(scaled_context);
     if config.engine.kv_cache_bytes.is_none() {
-        // Room for four reserved sequences: tight enough that the layout matters.
+        // Room for four reserved sequences.
         config.engine.kv_cache_bytes = Some(4 * spec.kv_bytes(max_seq_len, config.engine.kv_dtype.block_bytes()));
     }
     let mut figures: Vec<Figures> = ARMS.iter().map(|_| Figures::default()).collect();
     let mut device = String::new();
     for run_idx in 0..args.runs {
-        let mut random = Random::new(args.seed + run_idx as u64);
-        let lengths = draw(&mut random, &rows, args.requests, args.length_scale, max_seq_len);
+        let lengths = workload.lengths(args, run_idx, max_seq_len);
         for (arm, figures) in ARMS.iter().zip(&mut figures) {
-            device = measure(&args, arm, &config, &model, &lengths, run_idx, figures)?;
+            device = measure(args, arm, &config, model, &lengths, run_idx, figures)?;
         }
     }
-    print(&args, &model, &device, &config, &figures)
+    print(args, workload, model, &device, &config, &figures)
+}
+
+/// Where the requests' lengths come from.
+enum Workload {
+    /// Drawn from these rows.
+    Drawn { rows: Vec<Lengths>, name: String },
+    /// All the same.
+    Fixed(Lengths),
+}
+
+impl Workload {
+    fn read(args: &ThroughputArgs) -> Result<Self> {
+        if let (Some(prompt), Some(generated)) = (args.prompt_tokens, args.gen_tokens) {
+            if prompt == 0 || generated == 0 {
+                bail!("prompt_tokens and gen_tokens must be at least 1");
+            }
+            return Ok(Self::Fixed(Lengths { prompt, generated }));
+        }
+        Ok(match &args.trace {
+            Some(path) => Self::Drawn { rows: read_trace(path)?, name: path.display().to_string() },
+            None => Self::Drawn {
+                rows: conversation_like(&mut Random::new(args.seed ^ 0xA5), 4096),
+                name: "log-normal".to_owned(),
+            },
+        })
+    }
+
+    /// The lengths of one run.
+    fn lengths(&self, args: &ThroughputArgs, run_idx: usize, max_seq_len: usize) -> Vec<Lengths> {
+        match self {
+            Self::Fixed(lengths) => vec![*lengths; args.requests],
+            Self::Drawn { rows, .. } => {
+                let mut random = Random::new(args.seed + run_idx as u64);
+                draw(&mut random, rows, args.requests, args.length_scale, max_seq_len)
+            }
+        }
+    }
+}
+
+impl std::fmt::Display for Workload {
+    fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Drawn { name, .. } => out.write_str(name),
+            Self::Fixed(Lengths { prompt, generated }) => write!(out, "{prompt} in, {generated} out"),
+        }
+    }
 }
 
 fn is_positive(value: f64) -> bool {
@@ -128,29 +190,31 @@ fn measure(
     config.engine.kv_layout = arm.layout;
     let loaded = loading::load_engine(model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed ^ 0x5EED ^ run_idx as u64);
-    let warm_up =
-        Job { prompt: random_prompt(&mut random, 32, loaded.spec.vocab_size), generated: 8, arrival: 0.0, priority: 0 };
-    run(&loaded.handle, vec![warm_up])?;
+    run(&loaded.handle, vec![warm_up_job(&mut random, loaded.spec.vocab_size)])?;
     let before = loaded.handle.status();
-    let mut arrival = 0.0;
-    let jobs = lengths
-        .iter()
-        .map(|l| {
-            if args.rate > 0.0 {
-                arrival -= (1.0 - random.unit()).ln() / args.rate;
-            }
-            Job {
-                prompt: random_prompt(&mut random, l.prompt, loaded.spec.vocab_size),
-                generated: l.generated,
-                arrival,
-                priority: 0,
-            }
-        })
-        .collect();
+    let jobs = jobs(&mut random, lengths, args.rate, loaded.spec.vocab_size);
     let result = run(&loaded.handle, jobs)?;
     loaded.handle.shutdown();
     figures.add(&result, &before, loaded.plan.block_bytes);
     Ok(loaded.device)
+}
+
+/// A short request that is not measured.
+fn warm_up_job(random: &mut Random, vocab_size: usize) -> Job {
+    Job { prompt: random_prompt(random, 32, vocab_size), generated: 8, arrival: 0.0, priority: 0 }
+}
+
+/// Random prompts of these lengths; `rate` requests a second, 0: all at once.
+fn jobs(random: &mut Random, lengths: &[Lengths], rate: f64, vocab_size: usize) -> Vec<Job> {
+    let mut arrival = 0.0;
+    let job = |length: &Lengths| {
+        if rate > 0.0 {
+            arrival -= (1.0 - random.unit()).ln() / rate;
+        }
+        let prompt = random_prompt(random, length.prompt, vocab_size);
+        Job { prompt, generated: length.generated, arrival, priority: 0 }
+    };
+    lengths.iter().map(job).collect()
 }
 
 impl Figures {
@@ -183,9 +247,16 @@ fn at(values: &[f64], q: f64) -> f64 {
 }
 
 #[allow(clippy::cast_precision_loss)] // bytes for display
-fn print(args: &ThroughputArgs, model: &str, device: &str, config: &Config, figures: &[Figures]) -> Result<()> {
+fn print(
+    args: &ThroughputArgs,
+    workload: &Workload,
+    model: &str,
+    device: &str,
+    config: &Config,
+    figures: &[Figures],
+) -> Result<()> {
     let mut out = std::io::stdout().lock();
-    let trace = args.trace.as_ref().map_or_else(|| "log-normal".to_owned(), |p| p.display().to_string());
+    let trace = workload.to_string();
     let engine = &config.engine;
     if args.json {
         let arms: Vec<serde_json::Value> = ARMS.iter().zip(figures).map(|(arm, f)| arm_json(arm, f)).collect();
