@@ -11,6 +11,7 @@
 //! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
 
 mod pools;
+mod weights;
 
 use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
 use crate::batch::{BatchMemory, device_batch, ensure_covered};
@@ -19,7 +20,7 @@ use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
-use crate::loading::{CudaWeight, cuda_weight, upload_stored};
+use crate::loading::{cuda_weight, upload_repeated, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
@@ -211,22 +212,11 @@ impl Backend for CudaBackend {
     }
 
     fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {
-        self.linear.check_weight(&desc.name, desc.dtype, desc.rows, desc.cols)?;
-        lock(&self.records).clear();
-        let mut pieces = lock(&self.pieces);
-        let pieces = match pieces.as_mut() {
-            Some(pieces) => pieces,
-            None => pieces.insert(PieceUploader::new(&self.device)?),
-        };
-        let stored = CudaWeight::new(upload_stored(&self.device, pieces, &desc, read)?, desc.dtype);
-        let WeightDesc { name, dtype, rows, cols } = desc;
-        let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
-        let weight = if self.activations == Activations::F32 && is_narrow {
-            self.linear.widened(Matrix { weight: &stored, rows, cols }, &name)?
-        } else {
-            stored
-        };
-        Ok(Weight::from_buffer(name, rows, cols, dtype, Box::new(weight)))
+        self.take_weight(desc, |pieces, desc| upload_stored(&self.device, pieces, desc, read))
+    }
+
+    fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
+        self.take_weight(desc, |pieces, desc| upload_repeated(&self.device, pieces, desc, supply))
     }
 
     fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError> {

@@ -4,6 +4,7 @@
 use crate::device::Device;
 use crate::memory::{DeviceMemory, checked_bytes};
 use crate::staging::{PIECE_BYTES, PieceUploader};
+use cudarc::driver::result;
 use pagemill_backend::check::shape_error;
 use pagemill_backend::{BackendError, DType, DeviceBuffer, ReadRows, Weight, WeightDesc};
 use std::any::Any;
@@ -58,8 +59,8 @@ pub(crate) fn upload_stored(
     desc: &WeightDesc,
     read: &mut ReadRows<'_>,
 ) -> Result<DeviceMemory, BackendError> {
-    let total = checked_bytes(&desc.name, desc.dtype, desc.rows, desc.cols)?;
-    let memory = DeviceMemory::take(device, total, &desc.name)?;
+    let memory = take_stored(device, desc)?;
+    let total = memory.len();
     let row_bytes = total / desc.rows.max(1);
     if row_bytes > PIECE_BYTES {
         return Err(BackendError::Unsupported {
@@ -80,4 +81,41 @@ pub(crate) fn upload_stored(
         unsafe { pieces.upload(address, rows * row_bytes, &mut fill) }?;
     }
     Ok(memory)
+}
+
+/// A weight whose bytes are `supply` over and over: it comes from the host once, and doubles on the device.
+pub(crate) fn upload_repeated(
+    device: &Arc<Device>,
+    pieces: &mut PieceUploader,
+    desc: &WeightDesc,
+    supply: &[u8],
+) -> Result<DeviceMemory, BackendError> {
+    let memory = take_stored(device, desc)?;
+    let (address, total) = (memory.address(), memory.len());
+    let from_host = supply.len().min(total);
+    for (at, piece) in supply[..from_host].chunks(PIECE_BYTES).enumerate() {
+        let address = address + (at * PIECE_BYTES) as u64;
+        let mut fill = |bytes: &mut [u8]| {
+            bytes.copy_from_slice(piece);
+            Ok(())
+        };
+        // SAFETY: the piece lies inside the first `from_host` bytes of the range, which nobody else knows yet.
+        unsafe { pieces.upload(address, piece.len(), &mut fill) }?;
+    }
+    // [0, filled) holds whole supplies, and is copied to [filled, filled + count).
+    let mut filled = from_host;
+    while filled > 0 && filled < total {
+        let count = filled.min(total - filled);
+        // SAFETY: both ranges lie inside the weight and do not overlap.
+        unsafe { result::memcpy_dtod_async(address + filled as u64, address, count, device.stream()) }
+            .map_err(|error| device.fault("repeating a weight", error))?;
+        filled += count;
+    }
+    Ok(memory)
+}
+
+/// Memory for a weight in the type it is stored in.
+fn take_stored(device: &Arc<Device>, desc: &WeightDesc) -> Result<DeviceMemory, BackendError> {
+    let total = checked_bytes(&desc.name, desc.dtype, desc.rows, desc.cols)?;
+    DeviceMemory::take(device, total, &desc.name)
 }

@@ -242,6 +242,17 @@ pub trait Backend: Send + Sync {
     /// a backend may repack in pieces. Refuses dtypes and sizes it has no kernel for, by name.
     fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError>;
 
+    /// Takes a weight whose stored bytes, row after row, are `supply` over and over: one that is made up. `supply` is
+    /// not empty, whole blocks of the type. A device of its own memory copies it there, instead of having the host
+    /// write every byte.
+    fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
+        let mut next = supply.iter().copied().cycle();
+        self.load_weight(desc, &mut |_, _, bytes| {
+            bytes.iter_mut().zip(&mut next).for_each(|(byte, made_up)| *byte = made_up);
+            Ok(())
+        })
+    }
+
     /// A small f32 vector `[1, n]` that lives as long as the model (norm weights, biases).
     fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError>;
 

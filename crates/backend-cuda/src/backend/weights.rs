@@ -1,0 +1,34 @@
+//! A weight's way in: as stored or repeated, then widened where everything is computed in f32.
+
+use super::{Activations, CudaBackend, lock};
+use crate::linear::Matrix;
+use crate::loading::CudaWeight;
+use crate::memory::DeviceMemory;
+use crate::staging::PieceUploader;
+use pagemill_backend::{BackendError, DType, Weight, WeightDesc};
+
+impl CudaBackend {
+    /// A weight whose stored bytes `upload` brings to the device.
+    pub(super) fn take_weight(
+        &self,
+        desc: WeightDesc,
+        upload: impl FnOnce(&mut PieceUploader, &WeightDesc) -> Result<DeviceMemory, BackendError>,
+    ) -> Result<Weight, BackendError> {
+        self.linear.check_weight(&desc.name, desc.dtype, desc.rows, desc.cols)?;
+        lock(&self.records).clear();
+        let mut pieces = lock(&self.pieces);
+        let pieces = match pieces.as_mut() {
+            Some(pieces) => pieces,
+            None => pieces.insert(PieceUploader::new(&self.device)?),
+        };
+        let stored = CudaWeight::new(upload(pieces, &desc)?, desc.dtype);
+        let WeightDesc { name, dtype, rows, cols } = desc;
+        let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
+        let weight = if self.activations == Activations::F32 && is_narrow {
+            self.linear.widened(Matrix { weight: &stored, rows, cols }, &name)?
+        } else {
+            stored
+        };
+        Ok(Weight::from_buffer(name, rows, cols, dtype, Box::new(weight)))
+    }
+}
