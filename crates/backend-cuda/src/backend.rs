@@ -29,8 +29,8 @@ use cudarc::driver::result;
 use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
 use pagemill_backend::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
-    HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows, RopeTable, Tensor,
-    Weight, WeightDesc, composed,
+    DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows,
+    RopeTable, Tensor, Weight, WeightDesc, composed,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -209,6 +209,10 @@ impl Backend for CudaBackend {
             memory_available_bytes: self.device.memory_info().map_or(0, |(free, _)| free as u64),
             shares_memory: false,
         }
+    }
+
+    fn meter(&self) -> Option<&dyn DeviceMeter> {
+        Some(self)
     }
 
     fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {

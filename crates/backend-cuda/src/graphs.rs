@@ -32,7 +32,7 @@ enum Record {
 }
 
 /// An instantiated graph.
-struct Graph(sys::CUgraphExec);
+pub(crate) struct Graph(sys::CUgraphExec);
 
 // SAFETY: a handle that any thread may use; see `Device`.
 unsafe impl Send for Graph {}
@@ -94,10 +94,7 @@ impl Records {
                 Ok(Next::Run)
             }
             Some(Record::Seen) => {
-                let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-                // SAFETY: the stream lives as long as the device.
-                unsafe { result::stream::begin_capture(self.device.stream(), mode) }
-                    .map_err(|error| self.device.fault("recording a step", error))?;
+                begin(&self.device)?;
                 self.recording = Some(key);
                 Ok(Next::Record)
             }
@@ -122,18 +119,10 @@ impl Records {
             self.output = Some(Arc::new(DeviceMemory::take(&self.device, most, "hidden states")?));
         }
         let output = self.output.as_ref().map_or(0, |output| output.address());
-        let fault = |error| self.device.fault("recording a step", error);
         // SAFETY: `address` holds `bytes` bytes, and the output at least as many.
-        unsafe { result::memcpy_dtod_async(output, address, bytes, stream) }.map_err(fault)?;
-        // SAFETY: capturing was begun on this stream.
-        let recorded = unsafe { result::stream::end_capture(stream) }.map_err(fault)?;
-        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
-        // SAFETY: the graph was just captured; the executable form does not need it any more.
-        let graph = unsafe {
-            let graph = result::graph::instantiate(recorded, flags).map_err(fault)?;
-            result::graph::destroy(recorded).map_err(fault)?;
-            Graph(graph)
-        };
+        unsafe { result::memcpy_dtod_async(output, address, bytes, stream) }
+            .map_err(|error| self.device.fault("recording a step", error))?;
+        let graph = Graph::end(&self.device)?;
         self.launch(&graph)?;
         self.recording = None;
         self.records.insert(key, Record::Ready { graph, cols });
@@ -143,8 +132,7 @@ impl Records {
     fn launch(&self, graph: &Graph) -> Result<(), BackendError> {
         // SAFETY: the graph's addresses are the workspace's, the batch's, the pool's and the weights', which
         // live as long as the records.
-        unsafe { result::graph::launch(graph.0, self.device.stream()) }
-            .map_err(|error| self.device.fault("running a recorded step", error))
+        unsafe { graph.launch(&self.device) }
     }
 
     fn hidden(&self, rows: usize, cols: usize) -> Result<Tensor, BackendError> {
@@ -152,6 +140,53 @@ impl Records {
         let buffer = CudaBuffer::over(Arc::clone(output));
         Ok(Tensor::from_buffer(rows, cols, Elem::F32.dtype(), Box::new(buffer)))
     }
+}
+
+impl Graph {
+    /// Records what `work` queues on the device's stream; nothing of it runs.
+    pub(crate) fn record(
+        device: &Device,
+        work: &mut dyn FnMut() -> Result<(), BackendError>,
+    ) -> Result<Self, BackendError> {
+        begin(device)?;
+        let queued = work();
+        // Ended in any case: the stream must not go on recording.
+        let graph = Self::end(device);
+        queued.and(graph)
+    }
+
+    /// Ends what [`begin`] began.
+    fn end(device: &Device) -> Result<Self, BackendError> {
+        let fault = |error| device.fault("recording a step", error);
+        // SAFETY: capturing was begun on this stream.
+        let recorded = unsafe { result::stream::end_capture(device.stream()) }.map_err(fault)?;
+        let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
+        // SAFETY: the graph was just captured; the executable form does not need it any more.
+        unsafe {
+            let graph = result::graph::instantiate(recorded, flags).map_err(fault)?;
+            result::graph::destroy(recorded).map_err(fault)?;
+            Ok(Self(graph))
+        }
+    }
+
+    /// Runs it, on the device's stream.
+    ///
+    /// # Safety
+    /// Everything that the recorded ops read and write is still there.
+    pub(crate) unsafe fn launch(&self, device: &Device) -> Result<(), BackendError> {
+        // SAFETY: this function's contract.
+        unsafe { result::graph::launch(self.0, device.stream()) }
+            .map_err(|error| device.fault("running a recorded step", error))
+    }
+}
+
+/// What is queued on the device's stream from now on is recorded.
+fn begin(device: &Device) -> Result<(), BackendError> {
+    device.bind()?;
+    let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+    // SAFETY: the stream lives as long as the device.
+    unsafe { result::stream::begin_capture(device.stream(), mode) }
+        .map_err(|error| device.fault("recording a step", error))
 }
 
 impl Drop for Graph {

@@ -26,6 +26,7 @@ mod linear;
 mod loading;
 mod matmul;
 mod memory;
+mod meter;
 mod rope_angles;
 mod rows;
 mod sampling;

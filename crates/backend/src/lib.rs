@@ -15,6 +15,7 @@ pub mod cpu;
 pub mod dtype;
 pub mod error;
 pub mod kv;
+pub mod meter;
 pub mod ops;
 pub mod tensor;
 
@@ -24,6 +25,7 @@ pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective, host
 pub use dtype::DType;
 pub use error::BackendError;
 pub use kv::{BlockCopy, KvPool, KvPoolSpec};
+pub use meter::{DeviceMeter, Launching};
 pub use ops::{
     Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, LinearWeights,
     MlpWeights, Norm, Qkv, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,

@@ -11,7 +11,9 @@
 //!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 //!   Only [`Backend::gated_mlp`] may leave out roundings to an activation's type on the way.
 
-use crate::{BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, KvPool, KvPoolSpec, Tensor, Weight, composed};
+use crate::{
+    BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor, Weight, composed,
+};
 
 /// What a device says about itself.
 #[derive(Clone, Debug)]
@@ -237,6 +239,11 @@ pub trait Backend: Send + Sync {
     /// Description, kernels picked, memory.
     fn info(&self) -> DeviceInfo;
 
+    /// How the device times its own work, where the host's clock cannot.
+    fn meter(&self) -> Option<&dyn DeviceMeter> {
+        None
+    }
+
     /// Takes a weight. `read` fills the stored bytes of `num_rows` rows from `first_row` into the
     /// slice it is given; it is called for ascending, disjoint row ranges covering all rows, so that
     /// a backend may repack in pieces. Refuses dtypes and sizes it has no kernel for, by name.
@@ -246,9 +253,15 @@ pub trait Backend: Send + Sync {
     /// not empty, whole blocks of the type. A device of its own memory copies it there, instead of having the host
     /// write every byte.
     fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
-        let mut next = supply.iter().copied().cycle();
-        self.load_weight(desc, &mut |_, _, bytes| {
-            bytes.iter_mut().zip(&mut next).for_each(|(byte, made_up)| *byte = made_up);
+        let mut next = 0;
+        self.load_weight(desc, &mut |_, _, mut bytes| {
+            while !bytes.is_empty() {
+                let piece = &supply[next..supply.len().min(next + bytes.len())];
+                let (now, later) = bytes.split_at_mut(piece.len());
+                now.copy_from_slice(piece);
+                next = (next + piece.len()) % supply.len();
+                bytes = later;
+            }
             Ok(())
         })
     }

@@ -1,13 +1,27 @@
-//! A weight's way in: as stored or repeated, then widened where everything is computed in f32.
+//! A weight's way in: as stored or repeated, then widened where everything is computed in f32. What other files of
+//! this room may see of a backend.
 
 use super::{Activations, CudaBackend, lock};
+use crate::device::Device;
+use crate::images::Kernels;
 use crate::linear::Matrix;
 use crate::loading::CudaWeight;
 use crate::memory::DeviceMemory;
 use crate::staging::PieceUploader;
 use pagemill_backend::{BackendError, DType, Weight, WeightDesc};
+use std::sync::Arc;
 
 impl CudaBackend {
+    /// The device.
+    pub(crate) fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Its kernels.
+    pub(crate) fn kernels(&self) -> &Kernels {
+        &self.kernels
+    }
+
     /// A weight whose stored bytes `upload` brings to the device.
     pub(super) fn take_weight(
         &self,

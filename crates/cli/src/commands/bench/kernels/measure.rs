@@ -1,20 +1,40 @@
-//! Times one op and keeps what it did. Knows no op.
+//! Times one op and keeps what it did: by the device's own clock where it has one, else by the host's. Knows no op.
 
 use super::super::workload::{Random, quantile};
-use anyhow::Result;
-use pagemill_backend::{ActivationMode, Backend, CpuBackend, DType, Tensor};
+use anyhow::{Result, bail};
+use pagemill_backend::{Backend, BackendError, DType, Launching, Tensor};
 use std::time::{Duration, Instant};
 
 /// Passes at least, whatever the time.
 const PASSES_MIN: usize = 3;
+/// Passes at most, by a device's clock.
+const PASSES_MAX: usize = 100;
+/// On a device with memory of its own: bytes that calls touch before they come back to the first, well above
+/// the caches of such devices.
+const WORKING_SET: usize = 512 << 20;
+/// Tokens from which a product's time is its arithmetic, wherever its weights lie: few calls are enough.
+const MANY_TOKENS: usize = 512;
+/// And so many.
+const FEW_CALLS: usize = 4;
 
 /// What an op multiplies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Arithmetic {
     /// f32.
     F32,
+    /// bf16 with f32 sums.
+    Bf16,
     /// int8 codes.
     Int8,
+}
+
+/// How a call reaches the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Calls {
+    /// As [`Launching`] says, where the device has a clock.
+    On(Launching),
+    /// Each call gives its result to the host: its wait is counted.
+    Waiting,
 }
 
 /// One op at one shape.
@@ -48,7 +68,19 @@ impl Row {
     }
 }
 
+/// An op that this device or its memory does not take.
+#[derive(Clone, Debug)]
+pub struct LeftOut {
+    /// As [`Row::op`].
+    pub op: String,
+    /// As [`Row::shape`].
+    pub shape: String,
+    /// Why.
+    pub why: String,
+}
+
 /// What a call costs by its shape.
+#[derive(Clone, Debug)]
 pub struct Cost {
     /// As [`Row::op`].
     pub op: String,
@@ -69,33 +101,69 @@ pub struct Cost {
 /// The device, and what was measured so far.
 pub struct Measure<'a> {
     /// The device.
-    pub backend: &'a CpuBackend,
+    pub backend: &'a dyn Backend,
     /// Rows so far.
     pub rows: Vec<Row>,
+    /// What could not be measured so far.
+    pub left_out: Vec<LeftOut>,
+    /// Bytes of an element of what flows between ops.
+    pub activation_bytes: usize,
     duration: Duration,
-    activations: ActivationMode,
+    /// What products with a quantised weight multiply.
+    quantized: Arithmetic,
     random: Random,
 }
 
 impl<'a> Measure<'a> {
-    /// Spends `duration` on each figure at least.
-    pub fn new(backend: &'a CpuBackend, duration: Duration, activations: ActivationMode) -> Self {
-        Self { backend, rows: Vec::new(), duration, activations, random: Random::new(7) }
+    /// Spends `duration` on each figure at least. `quantized`: what products with a quantised weight multiply.
+    pub fn new(backend: &'a dyn Backend, duration: Duration, quantized: Arithmetic) -> Result<Self> {
+        let activation_bytes = backend.activation(1, 1)?.dtype().block_bytes();
+        let (rows, left_out, random) = (Vec::new(), Vec::new(), Random::new(7));
+        Ok(Self { backend, rows, left_out, activation_bytes, duration, quantized, random })
+    }
+
+    /// Whether the device has memory and a clock of its own.
+    pub fn is_apart(&self) -> bool {
+        self.backend.meter().is_some()
+    }
+
+    /// What attention, and products with float weights, multiply.
+    pub fn float_arithmetic(&self) -> Arithmetic {
+        if self.activation_bytes == DType::BF16.block_bytes() { Arithmetic::Bf16 } else { Arithmetic::F32 }
     }
 
     /// What products with a weight of `dtype` multiply.
     pub fn arithmetic(&self, dtype: DType) -> Arithmetic {
-        match self.activations {
-            ActivationMode::Int8 if dtype.is_quantized() => Arithmetic::Int8,
-            _ => Arithmetic::F32,
-        }
+        if dtype.is_quantized() { self.quantized } else { self.float_arithmetic() }
+    }
+
+    /// On how many data sets of `bytes` each the calls of an op have to take turns, when a forward has `in_forward`
+    /// of them, so that they come from where they come from in a forward.
+    pub fn data_sets(&self, bytes: usize, in_forward: usize) -> usize {
+        if self.is_apart() { WORKING_SET.div_ceil(bytes.max(1)).max(2) } else { in_forward }
+    }
+
+    /// Calls of a pass of products of so many tokens, over `data_sets` weights.
+    pub fn product_calls(&self, tokens: usize, data_sets: usize) -> usize {
+        if self.is_apart() && tokens >= MANY_TOKENS { FEW_CALLS.min(data_sets) } else { data_sets }
     }
 
     /// Random activations `[rows, cols]` in -1..1.
-    pub fn random(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+    pub fn activation(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        let tensor = self.backend.activation(rows, cols)?;
+        self.filled(tensor)
+    }
+
+    /// The same in f32, as the residual stream is.
+    pub fn residual(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+        let tensor = self.backend.temp(rows, cols)?;
+        self.filled(tensor)
+    }
+
+    fn filled(&mut self, mut tensor: Tensor) -> Result<Tensor> {
         #[allow(clippy::cast_possible_truncation)] // a sample
-        let data: Vec<f32> = (0..rows * cols).map(|_| (self.random.unit() * 2.0 - 1.0) as f32).collect();
-        let mut tensor = self.backend.temp(rows, cols)?;
+        let mut next = || (self.random.unit() * 2.0 - 1.0) as f32;
+        let data: Vec<f32> = (0..tensor.rows() * tensor.cols()).map(|_| next()).collect();
         self.backend.copy_from_host(&data, &mut tensor)?;
         Ok(tensor)
     }
@@ -106,32 +174,57 @@ impl<'a> Measure<'a> {
         (0..count).map(|_| self.random.below(bound as u64) as u32).collect()
     }
 
-    /// Times passes of `cost.calls` calls `call(0..calls)` as a forward would make them, after one pass to
-    /// warm up, and adds the median as a row.
+    /// Says why an op is not measured.
+    pub fn leave_out(&mut self, op: impl Into<String>, shape: impl Into<String>, why: impl Into<String>) {
+        self.left_out.push(LeftOut { op: op.into(), shape: shape.into(), why: why.into() });
+    }
+
+    /// Times passes of `cost.calls` calls `call(0..calls)` as a forward would make them, after one pass to warm up,
+    /// and adds the median as a row. What the device refuses is left out by name.
     #[allow(clippy::cast_precision_loss)] // sizes
-    pub fn add(&mut self, cost: Cost, mut call: impl FnMut(usize) -> Result<()>) -> Result<()> {
-        let mut passes = Vec::new();
-        let mut pass = |times: Option<&mut Vec<f64>>| -> Result<()> {
+    pub fn add(
+        &mut self,
+        cost: Cost,
+        how: Calls,
+        mut call: impl FnMut(usize) -> Result<(), BackendError>,
+    ) -> Result<()> {
+        let mut pass = || {
             self.backend.begin_forward();
-            let start = Instant::now();
             let outcome = (0..cost.calls).try_for_each(&mut call);
-            let elapsed = start.elapsed().as_secs_f64();
             self.backend.end_forward();
-            if let Some(times) = times {
-                times.push(elapsed);
-            }
             outcome
         };
-        pass(None)?;
-        let start = Instant::now();
-        while passes.len() < PASSES_MIN || start.elapsed() < self.duration {
-            pass(Some(&mut passes))?;
+        let times = match (self.backend.meter(), how) {
+            (Some(meter), Calls::On(launching)) => {
+                let duration = self.duration;
+                let mut time = |passes| meter.time(launching, passes, &mut pass);
+                time(PASSES_MIN).and_then(|first| {
+                    let longest = first.iter().max().copied().unwrap_or_default().max(Duration::from_micros(1));
+                    let wanted = duration.as_nanos() / longest.as_nanos();
+                    let wanted = usize::try_from(wanted).unwrap_or(PASSES_MAX).min(PASSES_MAX);
+                    if wanted <= PASSES_MIN { Ok(first) } else { time(wanted) }
+                })
+            }
+            _ => by_the_host(self.duration, &mut pass),
+        };
+        let times = match times {
+            Ok(times) => times,
+            Err(refusal @ (BackendError::Unsupported { .. } | BackendError::OutOfMemory { .. })) => {
+                self.leave_out(cost.op, cost.shape, refusal.to_string());
+                return Ok(());
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let mut seconds: Vec<f64> = times.iter().map(Duration::as_secs_f64).collect();
+        seconds.sort_by(f64::total_cmp);
+        let seconds = quantile(&seconds, 0.5) / cost.calls as f64;
+        if seconds <= 0.0 {
+            bail!("{} ({}) took no time", cost.op, cost.shape);
         }
-        passes.sort_by(f64::total_cmp);
         self.rows.push(Row {
             op: cost.op,
             shape: cost.shape,
-            seconds: quantile(&passes, 0.5) / cost.calls as f64,
+            seconds,
             bytes: cost.bytes as f64,
             ops: cost.ops as f64,
             arithmetic: cost.arithmetic,
@@ -139,4 +232,20 @@ impl<'a> Measure<'a> {
         });
         Ok(())
     }
+}
+
+/// Times of passes by the host's clock, after one that is not counted.
+fn by_the_host(
+    duration: Duration,
+    pass: &mut dyn FnMut() -> Result<(), BackendError>,
+) -> Result<Vec<Duration>, BackendError> {
+    pass()?;
+    let mut times = Vec::new();
+    let start = Instant::now();
+    while times.len() < PASSES_MIN || start.elapsed() < duration {
+        let begun = Instant::now();
+        pass()?;
+        times.push(begun.elapsed());
+    }
+    Ok(times)
 }

@@ -1,8 +1,9 @@
 //! A model's matrices on the device, found in the checkpoint by their names in either spelling. Only what
-//! the ops of a forward multiply with; norms and biases do not matter for time.
+//! the ops of a forward multiply with; norms and biases do not matter for time. Made up where there is no checkpoint.
 
+use crate::commands::bench::workload::Random;
 use anyhow::{Context, Result, anyhow};
-use pagemill_backend::{Backend, CpuBackend, DType, Weight, WeightDesc};
+use pagemill_backend::{Backend, DType, Weight, WeightDesc};
 use pagemill_formats::{Checkpoint, Weights};
 use pagemill_model::ModelSpec;
 
@@ -38,17 +39,42 @@ const DOWN: Names = ("ffn_down", "mlp.down_proj");
 const EMBEDDING: Names = ("token_embd", "embed_tokens");
 const HEAD: Names = ("output", "lm_head");
 
+/// Which layers' matrices are wanted.
+#[derive(Clone, Copy)]
+pub struct Wanted<'a> {
+    /// Of the model.
+    pub spec: &'a ModelSpec,
+    /// How many layers; more than the model has are its own again, at other places.
+    pub num_layers: usize,
+}
+
 impl ModelWeights {
-    /// Reads them all.
+    /// Reads them, or makes them up where there is a configuration alone.
     ///
     /// # Errors
     /// The matrix that is not there, or cannot be read or taken.
-    pub fn load(checkpoint: &Checkpoint, spec: &ModelSpec, backend: &CpuBackend) -> Result<Self> {
-        let reader = Reader { weights: checkpoint.weights(), backend };
-        let layers = (0..spec.num_layers).map(|layer| reader.layer(layer, spec)).collect::<Result<_>>()?;
+    pub fn load(checkpoint: &Checkpoint, wanted: Wanted<'_>, backend: &dyn Backend) -> Result<Self> {
+        let (spec, weights) = (wanted.spec, checkpoint.weights());
+        let made_up = match weights.made_up_type() {
+            Some(stored) => {
+                let dtype = dtype_named(stored.name(), "made-up weights")?;
+                Some((dtype, made_up(dtype)))
+            }
+            None => None,
+        };
+        let reader = Reader { weights, backend, made_up };
+        let layers =
+            (0..wanted.num_layers).map(|at| reader.layer(at % spec.num_layers, spec)).collect::<Result<_>>()?;
         let shape = [spec.vocab_size, spec.hidden_size];
         let head = if spec.tied_embeddings { None } else { Some(reader.outer(HEAD, shape)?) };
         Ok(Self { layers, embedding: reader.outer(EMBEDDING, shape)?, head })
+    }
+
+    /// Bytes of the smallest product of a layer, about: the attention's output.
+    pub fn smallest_product_bytes(spec: &ModelSpec) -> usize {
+        let elems = (spec.hidden_size * spec.num_heads * spec.head_dim) as u64;
+        let bytes = elems.saturating_mul(spec.stored_bytes) / spec.num_parameters.max(1);
+        usize::try_from(bytes).unwrap_or(usize::MAX)
     }
 
     /// The final projection `[V, D]`.
@@ -68,9 +94,40 @@ impl LayerWeights {
     }
 }
 
+/// Bytes of made-up blocks of `dtype`, to be repeated: numbers of a small spread where it is a float's; elsewhere
+/// any bits of which no part reads as a float that is not finite.
+pub fn made_up(dtype: DType) -> Vec<u8> {
+    let mut random = Random::new(11);
+    let mut bytes = Vec::with_capacity(MADE_UP_BLOCKS * dtype.block_bytes());
+    while bytes.len() < MADE_UP_BLOCKS * dtype.block_bytes() {
+        #[allow(clippy::cast_possible_truncation)] // a sample
+        let value = ((random.unit() * 2.0 - 1.0) * SPREAD) as f32;
+        match dtype {
+            DType::F32 => bytes.extend(value.to_le_bytes()),
+            // The upper half of an f32.
+            DType::BF16 => bytes.extend(&value.to_le_bytes()[2..]),
+            _ => bytes.push(random.next_u64().to_le_bytes()[0] & FINITE_BITS),
+        }
+    }
+    bytes
+}
+
+/// Odd, so that rows do not line up.
+const MADE_UP_BLOCKS: usize = (1 << 16) - 1;
+const SPREAD: f64 = 0.035;
+/// Leaves the exponents of f16 below their largest.
+const FINITE_BITS: u8 = 0x3F;
+
+fn dtype_named(name: &str, what: &str) -> Result<DType> {
+    let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == name);
+    dtype.ok_or_else(|| anyhow!("{what}: no kernel for {name}"))
+}
+
 struct Reader<'a> {
     weights: &'a Weights,
-    backend: &'a CpuBackend,
+    backend: &'a dyn Backend,
+    /// Where there are no weights.
+    made_up: Option<(DType, Vec<u8>)>,
 }
 
 impl Reader<'_> {
@@ -102,6 +159,10 @@ impl Reader<'_> {
     /// The matrix of one of these names, with or without something in front of the name (a decoder inside a
     /// larger model); the shape tells it from another tower's.
     fn matrix(&self, names: &[String; 2], shape: [usize; 2]) -> Result<Weight> {
+        if let Some((dtype, supply)) = &self.made_up {
+            let desc = WeightDesc { name: names[1].clone(), dtype: *dtype, rows: shape[0], cols: shape[1] };
+            return Ok(self.backend.load_repeated(desc, supply)?);
+        }
         let is_named = |name: &str, wanted: &str| {
             name.strip_suffix(wanted).is_some_and(|front| front.is_empty() || front.ends_with('.'))
         };
@@ -112,8 +173,7 @@ impl Reader<'_> {
             .find(|tensor| tensor.shape() == shape && names.iter().any(|wanted| is_named(tensor.name(), wanted)));
         let tensor = found.with_context(|| format!("no tensor {} or {} of shape {shape:?}", names[0], names[1]))?;
         let (_, stored) = self.weights.loadable(tensor.name())?;
-        let dtype = DType::ALL.into_iter().find(|dtype| dtype.name() == stored.name());
-        let dtype = dtype.ok_or_else(|| anyhow!("{}: no kernel for {}", tensor.name(), stored.name()))?;
+        let dtype = dtype_named(stored.name(), tensor.name())?;
         let desc = WeightDesc { name: tensor.name().to_owned(), dtype, rows: shape[0], cols: shape[1] };
         let weight = self.backend.load_weight(desc, &mut |first, rows, bytes| {
             self.weights.read_rows(tensor.name(), first, rows, bytes).map_err(Into::into)

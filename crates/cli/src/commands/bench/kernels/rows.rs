@@ -1,0 +1,99 @@
+//! The ops that work on rows: embedding, norms, the gate, what surrounds the logits.
+
+use super::attention::{self, Caching};
+use super::measure::{Calls, Cost, Measure};
+use super::products::logits_rows;
+use super::weights::ModelWeights;
+use anyhow::Result;
+use pagemill_backend::{Activation, Launching, Weight};
+use pagemill_model::ModelSpec;
+
+/// Bytes of an f32.
+const F32: usize = 4;
+/// Calls of a pass.
+const CALLS: usize = 32;
+
+/// All of them over so many tokens.
+pub fn rows(
+    measure: &mut Measure<'_>,
+    spec: &ModelSpec,
+    weights: &ModelWeights,
+    caching: Caching,
+    tokens: usize,
+) -> Result<()> {
+    embed(measure, &weights.embedding, tokens)?;
+    norms(measure, spec.hidden_size, tokens)?;
+    attention::rope_kv_write(measure, spec, caching, tokens)?;
+    gate(measure, spec.intermediate_size, tokens)?;
+    choice(measure, spec, tokens)
+}
+
+fn cost(measure: &Measure<'_>, op: &str, tokens: usize, cols: usize, bytes_per_elem: usize, ops: usize) -> Cost {
+    Cost {
+        op: op.to_owned(),
+        shape: format!("T {tokens}: {cols}"),
+        bytes: tokens * cols * bytes_per_elem,
+        ops: tokens * cols * ops,
+        arithmetic: measure.float_arithmetic(),
+        calls: CALLS,
+        data_sets: 1,
+    }
+}
+
+fn embed(measure: &mut Measure<'_>, table: &Weight, tokens: usize) -> Result<()> {
+    let (backend, cols) = (measure.backend, table.cols());
+    let ids = measure.random_ids(tokens, table.rows());
+    let mut out = backend.temp(tokens, cols)?;
+    let stored = table.dtype().row_bytes(cols).unwrap_or(0) * tokens;
+    let mut cost = cost(measure, &format!("embed ({})", table.dtype()), tokens, cols, F32, 0);
+    cost.bytes += stored;
+    // It uploads the ids.
+    measure.add(cost, Calls::On(Launching::Queued), |_| backend.embed(table, &ids, 1.0, &mut out))
+}
+
+fn norms(measure: &mut Measure<'_>, cols: usize, tokens: usize) -> Result<()> {
+    let (backend, flowing) = (measure.backend, measure.activation_bytes);
+    let (x, mut residual) = (measure.activation(tokens, cols)?, measure.residual(tokens, cols)?);
+    let mut out = backend.activation(tokens, cols)?;
+    let weight = backend.load_vector("norm", &vec![1.0; cols])?;
+    let norm = cost(measure, "rms_norm", tokens, cols, 2 * flowing, 4);
+    measure.add(norm, Calls::On(Launching::Recorded), |_| backend.rms_norm(&x, &weight, 1e-5, &mut out))?;
+    // The residual is read and written.
+    let norm = cost(measure, "add_rms_norm", tokens, cols, 2 * F32 + 2 * flowing, 5);
+    measure
+        .add(norm, Calls::On(Launching::Recorded), |_| backend.add_rms_norm(&mut residual, &x, &weight, 1e-5, &mut out))
+}
+
+fn gate(measure: &mut Measure<'_>, cols: usize, tokens: usize) -> Result<()> {
+    let (backend, flowing) = (measure.backend, measure.activation_bytes);
+    let (gate, up) = (measure.activation(tokens, cols)?, measure.activation(tokens, cols)?);
+    let mut out = backend.activation(tokens, cols)?;
+    for (act, name) in [(Activation::Silu, "silu gate × up"), (Activation::GeluTanh, "gelu gate × up")] {
+        let cost = cost(measure, name, tokens, cols, 3 * flowing, 0);
+        measure.add(cost, Calls::On(Launching::Recorded), |_| backend.gated_activation(&gate, &up, act, &mut out))?;
+    }
+    Ok(())
+}
+
+/// What stands before and behind the head: the rows whose logits are wanted, and the choice of a token.
+fn choice(measure: &mut Measure<'_>, spec: &ModelSpec, tokens: usize) -> Result<()> {
+    let (backend, cols) = (measure.backend, spec.hidden_size);
+    let rows = logits_rows(measure, tokens, spec.vocab_size);
+    let hidden = measure.residual(tokens, cols)?;
+    let mut wanted = backend.temp(rows, cols)?;
+    let ids = measure.random_ids(rows, tokens);
+    let gather = cost(measure, "gather_rows", rows, cols, 2 * F32, 0);
+    // It uploads the rows' numbers.
+    measure.add(gather, Calls::On(Launching::Queued), |_| backend.gather_rows(&hidden, &ids, &mut wanted))?;
+
+    const OP: &str = "argmax_rows, and the wait for it";
+    let logits = measure.residual(rows, spec.vocab_size)?;
+    let mut largest = vec![None; rows];
+    if !backend.argmax_rows(&logits, &mut largest)? {
+        let why = "this device leaves the choice to the host, which reads rows where they lie";
+        measure.leave_out("argmax_rows", format!("T {rows}: {}", spec.vocab_size), why);
+        return Ok(());
+    }
+    let argmax = cost(measure, OP, rows, spec.vocab_size, F32, 0);
+    measure.add(argmax, Calls::Waiting, |_| backend.argmax_rows(&logits, &mut largest).map(drop))
+}
