@@ -95,12 +95,12 @@ pub(crate) fn upload_repeated(
     let from_host = supply.len().min(total);
     for (at, piece) in supply[..from_host].chunks(PIECE_BYTES).enumerate() {
         let address = address + (at * PIECE_BYTES) as u64;
-        let mut fill = |bytes: &mut [u8]| {
+        let fill = |bytes: &mut [u8]| {
             bytes.copy_from_slice(piece);
             Ok(())
         };
         // SAFETY: the piece lies inside the first `from_host` bytes of the range, which nobody else knows yet.
-        unsafe { pieces.upload(address, piece.len(), &mut fill) }?;
+        unsafe { pieces.upload(address, piece.len(), fill) }?;
     }
     // [0, filled) holds whole supplies, and is copied to [filled, filled + count).
     let mut filled = from_host;

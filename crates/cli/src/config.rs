@@ -43,12 +43,15 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
     }
     let device = Device::parse(settings.device.as_deref())?;
     let defaults = device.engine_defaults();
+    let max_batch_size = positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size);
+    let prefill_chunk_size =
+        positive(settings.prefill_chunk_size, "prefill_chunk_size")?.unwrap_or(defaults.prefill_chunk_size);
     let engine = EngineConfig {
-        max_batch_size: positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size),
+        max_batch_size,
         max_seq_len: positive(settings.max_seq_len, "max_seq_len")?,
-        max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?,
-        prefill_chunk_size: positive(settings.prefill_chunk_size, "prefill_chunk_size")?
-            .unwrap_or(defaults.prefill_chunk_size),
+        max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?
+            .or_else(|| device.max_batch_tokens(prefill_chunk_size, max_batch_size)),
+        prefill_chunk_size,
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
         block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
         kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), device)?,

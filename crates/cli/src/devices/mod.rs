@@ -61,6 +61,16 @@ impl Device {
             }
         }
     }
+
+    /// Tokens of a step there, where the engine's own rule (a whole chunk and a full batch of decodes) does not serve.
+    /// On a GPU decodes take their tokens from the chunk's: products are cut into tiles, and a few tokens more than a
+    /// round number cost another round of tiles over the whole chip.
+    pub fn max_batch_tokens(self, prefill_chunk_size: usize, max_batch_size: Option<usize>) -> Option<usize> {
+        match self {
+            Self::Cpu => None,
+            Self::Cuda(_) => Some(prefill_chunk_size.max(max_batch_size.unwrap_or(0))),
+        }
+    }
 }
 
 /// Whether `text` names a GPU of this machine, whatever it has.
@@ -109,6 +119,14 @@ pub fn activations(config: &Config) -> &'static str {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_gpus_step_is_a_chunk_and_has_room_for_a_batch() {
+        assert_eq!(Device::Cpu.max_batch_tokens(512, Some(64)), None);
+        assert_eq!(Device::Cuda(0).max_batch_tokens(4096, Some(256)), Some(4096));
+        assert_eq!(Device::Cuda(0).max_batch_tokens(128, Some(256)), Some(256));
+        assert_eq!(Device::Cuda(0).max_batch_tokens(128, None), Some(128));
+    }
 
     #[test]
     fn devices_are_named() {
