@@ -33,6 +33,11 @@ impl Random {
     pub fn unit(&mut self) -> f64 {
         (self.next_u64() >> 11) as f64 / (1u64 << 53) as f64
     }
+
+    /// A number of the normal distribution with deviation 1.
+    pub fn normal(&mut self) -> f64 {
+        (-2.0 * (1.0 - self.unit()).ln()).sqrt() * (std::f64::consts::TAU * self.unit()).cos()
+    }
 }
 
 /// Tokens in and out of one request.
@@ -68,9 +73,8 @@ pub fn read_trace(path: &Path) -> Result<Vec<Lengths>> {
 /// conversation trace (prompt median 1,020, output median 129; log standard deviations 0.99 and 0.86).
 pub fn conversation_like(random: &mut Random, count: usize) -> Vec<Lengths> {
     let mut log_normal = |median: f64, sigma: f64| {
-        let normal = (-2.0 * (1.0 - random.unit()).ln()).sqrt() * (std::f64::consts::TAU * random.unit()).cos();
         #[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // a positive length
-        let length = (median * (sigma * normal).exp()).round().clamp(1.0, 1e6) as usize;
+        let length = (median * (sigma * random.normal()).exp()).round().clamp(1.0, 1e6) as usize;
         length
     };
     (0..count).map(|_| Lengths { prompt: log_normal(1020.0, 0.99), generated: log_normal(129.0, 0.86) }).collect()

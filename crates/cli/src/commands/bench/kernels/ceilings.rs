@@ -1,6 +1,6 @@
 //! The machine's own limits, and which of them applies to an op.
 
-use super::measure::{Arithmetic, Row};
+use super::measure::{Arithmetic, Measure, Row};
 use anyhow::Result;
 use pagemill_backend::cpu::ceilings;
 use pagemill_backend::{
@@ -86,13 +86,14 @@ impl Ceilings {
     ///
     /// # Errors
     /// The device failed.
-    pub fn of_device(backend: &dyn Backend, meter: &dyn DeviceMeter) -> Result<Self> {
+    pub fn of_device(measure: &Measure<'_>, meter: &dyn DeviceMeter) -> Result<Self> {
+        let backend = measure.backend;
         let available = usize::try_from(backend.info().memory_available_bytes).unwrap_or(usize::MAX);
         let buffer_bytes = MEMORY_BYTES_APART.min(available / 2);
         let bytes_per_second = meter.read_bytes_per_second(buffer_bytes)?;
         Ok(Self {
             memory: Some(Reading { bytes_per_second, buffer_bytes }),
-            bf16_ops: bf16_ops_per_second(backend, meter)?,
+            bf16_ops: bf16_ops_per_second(measure, meter)?,
             launch_seconds: Some(launch_seconds(backend, meter)?),
             ..Self::default()
         })
@@ -127,17 +128,15 @@ fn fastest(times: &[Duration]) -> f64 {
 
 /// A large product of bf16 by the op that a forward calls; `None` where the device computes in another type.
 #[allow(clippy::cast_precision_loss)] // sizes
-fn bf16_ops_per_second(backend: &dyn Backend, meter: &dyn DeviceMeter) -> Result<Option<f64>> {
-    let mut x = backend.activation(PRODUCT_SIZE, PRODUCT_SIZE)?;
+fn bf16_ops_per_second(measure: &Measure<'_>, meter: &dyn DeviceMeter) -> Result<Option<f64>> {
+    let backend = measure.backend;
+    let x = measure.activation(PRODUCT_SIZE, PRODUCT_SIZE)?;
     if x.dtype() != DType::BF16 {
         return Ok(None);
     }
     let numbers = super::weights::made_up(DType::BF16);
     let desc = WeightDesc { name: "ceiling".into(), dtype: DType::BF16, rows: PRODUCT_SIZE, cols: PRODUCT_SIZE };
     let weight = backend.load_repeated(desc, &numbers)?;
-    let spread = |i: usize| ((i * 2_654_435_761) % 1024) as f32 / 512.0 - 1.0;
-    let values: Vec<f32> = (0..PRODUCT_SIZE * PRODUCT_SIZE).map(spread).collect();
-    backend.copy_from_host(&values, &mut x)?;
     let mut out = backend.activation(PRODUCT_SIZE, PRODUCT_SIZE)?;
     let mut product = || -> Result<(), BackendError> {
         let part = LinearPart { weight: &weight, bias: None, out: &mut out };

@@ -112,14 +112,16 @@ pub struct Measure<'a> {
     /// What products with a quantised weight multiply.
     quantized: Arithmetic,
     random: Random,
+    numbers: Vec<f32>,
 }
 
 impl<'a> Measure<'a> {
     /// Spends `duration` on each figure at least. `quantized`: what products with a quantised weight multiply.
     pub fn new(backend: &'a dyn Backend, duration: Duration, quantized: Arithmetic) -> Result<Self> {
         let activation_bytes = backend.activation(1, 1)?.dtype().block_bytes();
-        let (rows, left_out, random) = (Vec::new(), Vec::new(), Random::new(7));
-        Ok(Self { backend, rows, left_out, activation_bytes, duration, quantized, random })
+        let (rows, left_out) = (Vec::new(), Vec::new());
+        let (random, numbers) = (Random::new(7), super::weights::normal_numbers(7));
+        Ok(Self { backend, rows, left_out, activation_bytes, duration, quantized, random, numbers })
     }
 
     /// Whether the device has memory and a clock of its own.
@@ -148,22 +150,24 @@ impl<'a> Measure<'a> {
         if self.is_apart() && tokens >= MANY_TOKENS { FEW_CALLS.min(data_sets) } else { data_sets }
     }
 
-    /// Random activations `[rows, cols]` in -1..1.
-    pub fn activation(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+    /// Random activations `[rows, cols]`, normal: what bits a chip moves decides how fast it may run.
+    pub fn activation(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let tensor = self.backend.activation(rows, cols)?;
         self.filled(tensor)
     }
 
     /// The same in f32, as the residual stream is.
-    pub fn residual(&mut self, rows: usize, cols: usize) -> Result<Tensor> {
+    pub fn residual(&self, rows: usize, cols: usize) -> Result<Tensor> {
         let tensor = self.backend.temp(rows, cols)?;
         self.filled(tensor)
     }
 
-    fn filled(&mut self, mut tensor: Tensor) -> Result<Tensor> {
-        #[allow(clippy::cast_possible_truncation)] // a sample
-        let mut next = || (self.random.unit() * 2.0 - 1.0) as f32;
-        let data: Vec<f32> = (0..tensor.rows() * tensor.cols()).map(|_| next()).collect();
+    fn filled(&self, mut tensor: Tensor) -> Result<Tensor> {
+        let count = tensor.rows() * tensor.cols();
+        let mut data = Vec::with_capacity(count);
+        while data.len() < count {
+            data.extend_from_slice(&self.numbers[..self.numbers.len().min(count - data.len())]);
+        }
         self.backend.copy_from_host(&data, &mut tensor)?;
         Ok(tensor)
     }
@@ -177,6 +181,13 @@ impl<'a> Measure<'a> {
     /// Says why an op is not measured.
     pub fn leave_out(&mut self, op: impl Into<String>, shape: impl Into<String>, why: impl Into<String>) {
         self.left_out.push(LeftOut { op: op.into(), shape: shape.into(), why: why.into() });
+    }
+
+    /// Adds what the row before the last took beyond the last, which is a part of it.
+    pub fn add_difference(&mut self, op: &str) {
+        let [.., whole, part] = self.rows.as_slice() else { return };
+        let seconds = (whole.seconds - part.seconds).max(f64::MIN_POSITIVE);
+        self.rows.push(Row { op: op.to_owned(), seconds, ..whole.clone() });
     }
 
     /// Times passes of `cost.calls` calls `call(0..calls)` as a forward would make them, after one pass to warm up,

@@ -105,13 +105,13 @@ pub fn kernels(args: KernelsArgs) -> Result<()> {
     }
     let backend = devices::open(&config)?;
     let meter = backend.meter().context("this device has no clock of its own")?;
-    let ceilings = Ceilings::of_device(backend.as_ref(), meter)?;
     // Quantised weights are widened on their way into the product.
     let quantized = match config.cpu.activations {
         ActivationMode::Int8 => Arithmetic::Bf16,
         ActivationMode::F32 => Arithmetic::F32,
     };
     let mut measure = Measure::new(backend.as_ref(), plan.duration, quantized)?;
+    let ceilings = Ceilings::of_device(&measure, meter)?;
     let weights = load(&measure, &checkpoint, &spec)?;
     run(&mut measure, &plan, &spec, &weights)?;
     report::print(&args, &model, &config, &ceilings, &measure)

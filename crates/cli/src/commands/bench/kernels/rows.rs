@@ -47,7 +47,7 @@ fn embed(measure: &mut Measure<'_>, table: &Weight, tokens: usize) -> Result<()>
     let stored = table.dtype().row_bytes(cols).unwrap_or(0) * tokens;
     let mut cost = cost(measure, &format!("embed ({})", table.dtype()), tokens, cols, F32, 0);
     cost.bytes += stored;
-    // It uploads the ids.
+    // It uploads the ids, which is counted.
     measure.add(cost, Calls::On(Launching::Queued), |_| backend.embed(table, &ids, 1.0, &mut out))
 }
 
@@ -83,10 +83,9 @@ fn choice(measure: &mut Measure<'_>, spec: &ModelSpec, tokens: usize) -> Result<
     let mut wanted = backend.temp(rows, cols)?;
     let ids = measure.random_ids(rows, tokens);
     let gather = cost(measure, "gather_rows", rows, cols, 2 * F32, 0);
-    // It uploads the rows' numbers.
+    // It uploads the rows' numbers, which is counted.
     measure.add(gather, Calls::On(Launching::Queued), |_| backend.gather_rows(&hidden, &ids, &mut wanted))?;
 
-    const OP: &str = "argmax_rows, and the wait for it";
     let logits = measure.residual(rows, spec.vocab_size)?;
     let mut largest = vec![None; rows];
     if !backend.argmax_rows(&logits, &mut largest)? {
@@ -94,6 +93,12 @@ fn choice(measure: &mut Measure<'_>, spec: &ModelSpec, tokens: usize) -> Result<
         measure.leave_out("argmax_rows", format!("T {rows}: {}", spec.vocab_size), why);
         return Ok(());
     }
-    let argmax = cost(measure, OP, rows, spec.vocab_size, F32, 0);
-    measure.add(argmax, Calls::Waiting, |_| backend.argmax_rows(&logits, &mut largest).map(drop))
+    let argmax = cost(measure, "argmax_rows, and the wait for it", rows, spec.vocab_size, F32, 0);
+    measure.add(argmax, Calls::Waiting, |_| backend.argmax_rows(&logits, &mut largest).map(drop))?;
+    // What comes back is two words a row.
+    let (words, mut read) = (measure.residual(rows, 2)?, vec![0.0; rows * 2]);
+    let wait = cost(measure, "reading as much as that gives, and the wait", rows, 2, F32, 0);
+    measure.add(wait, Calls::Waiting, |_| backend.to_host(&words, &mut read))?;
+    measure.add_difference("argmax_rows without the wait");
+    Ok(())
 }

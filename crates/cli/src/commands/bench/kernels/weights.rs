@@ -94,27 +94,35 @@ impl LayerWeights {
     }
 }
 
-/// Bytes of made-up blocks of `dtype`, to be repeated: numbers of a small spread where it is a float's; elsewhere
-/// any bits of which no part reads as a float that is not finite.
+/// Bytes of made-up blocks of `dtype`, to be repeated: normal numbers of a small deviation where it is f32 or bf16;
+/// elsewhere any bits of which no part reads as an f16 that is not finite.
 pub fn made_up(dtype: DType) -> Vec<u8> {
-    let mut random = Random::new(11);
-    let mut bytes = Vec::with_capacity(MADE_UP_BLOCKS * dtype.block_bytes());
-    while bytes.len() < MADE_UP_BLOCKS * dtype.block_bytes() {
-        #[allow(clippy::cast_possible_truncation)] // a sample
-        let value = ((random.unit() * 2.0 - 1.0) * SPREAD) as f32;
-        match dtype {
-            DType::F32 => bytes.extend(value.to_le_bytes()),
-            // The upper half of an f32.
-            DType::BF16 => bytes.extend(&value.to_le_bytes()[2..]),
-            _ => bytes.push(random.next_u64().to_le_bytes()[0] & FINITE_BITS),
+    let scaled = || normal_numbers(11).into_iter().map(|number| number * DEVIATION);
+    match dtype {
+        DType::F32 => scaled().flat_map(f32::to_le_bytes).collect(),
+        // The upper half of an f32.
+        DType::BF16 => scaled().flat_map(|x| [x.to_le_bytes()[2], x.to_le_bytes()[3]]).collect(),
+        _ => {
+            let mut random = Random::new(11);
+            let bits = |_| random.next_u64().to_le_bytes()[0] & FINITE_BITS;
+            (0..MADE_UP_BLOCKS * dtype.block_bytes()).map(bits).collect()
         }
     }
-    bytes
 }
 
-/// Odd, so that rows do not line up.
+/// Normal numbers of deviation 1, to be repeated.
+pub fn normal_numbers(seed: u64) -> Vec<f32> {
+    let mut random = Random::new(seed);
+    #[allow(clippy::cast_possible_truncation)] // a sample
+    let mut next = |_| random.normal() as f32;
+    (0..NUMBERS).map(&mut next).collect()
+}
+
+/// Odd, as is the number of blocks, so that rows do not line up.
+const NUMBERS: usize = (1 << 20) - 3;
 const MADE_UP_BLOCKS: usize = (1 << 16) - 1;
-const SPREAD: f64 = 0.035;
+/// Of the weights.
+const DEVIATION: f32 = 0.02;
 /// Leaves the exponents of f16 below their largest.
 const FINITE_BITS: u8 = 0x3F;
 
