@@ -88,4 +88,15 @@ class Client:
         self.tally.count(answers=1, streamed=int(is_streamed))
         if answer != self.alone[index]:
             self.tally.count(wrong=1)
-            self.tally.fail(f"request {index}: alone {self.alone[index]!r}, now {answer!r}")
+            self.tally.fail(f"request {index}: {difference(self.alone[index], answer)}")
+
+
+def difference(alone, now):
+    """Where two answers part."""
+    if [end for _, end in alone] != [end for _, end in now]:
+        return f"ended {[end for _, end in now]}, alone {[end for _, end in alone]}"
+    for choice, ((expected, _), (got, _)) in enumerate(zip(alone, now)):
+        if expected != got:
+            at = next((i for i, (a, b) in enumerate(zip(expected, got)) if a != b), min(len(expected), len(got)))
+            return f"choice {choice} at {at} of {len(expected)}: {got[at:at + 40]!r}, alone {expected[at:at + 40]!r}"
+    return "the same choices in another form"
