@@ -20,7 +20,7 @@ use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
-use crate::loading::{cuda_weight, upload_repeated, upload_stored};
+use crate::loading::{cuda_weight, upload_stored};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
@@ -220,7 +220,7 @@ impl Backend for CudaBackend {
     }
 
     fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
-        self.take_weight(desc, |pieces, desc| upload_repeated(&self.device, pieces, desc, supply))
+        self.take_repeated(desc, supply)
     }
 
     fn load_vector(&self, name: &str, data: &[f32]) -> Result<Tensor, BackendError> {

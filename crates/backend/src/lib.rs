@@ -28,6 +28,6 @@ pub use kv::{BlockCopy, KvPool, KvPoolSpec};
 pub use meter::{DeviceMeter, Launching};
 pub use ops::{
     Activation, Addend, AttentionParams, Backend, DeviceInfo, HeadTransform, LinearInput, LinearPart, LinearWeights,
-    MlpWeights, Norm, Qkv, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc,
+    MlpWeights, Norm, Qkv, ReadError, ReadRows, RopeStyle, RopeTable, WeightDesc, repeating,
 };
 pub use tensor::{DeviceBuffer, Tensor, Weight};

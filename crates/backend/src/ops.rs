@@ -47,6 +47,21 @@ pub struct WeightDesc {
 /// Fills the stored bytes of `num_rows` rows from `first_row`: `read(first_row, num_rows, bytes)`.
 pub type ReadRows<'a> = dyn FnMut(usize, usize, &mut [u8]) -> Result<(), ReadError> + 'a;
 
+/// Rows of `supply` over and over, which is not empty.
+pub fn repeating(supply: &[u8]) -> impl FnMut(usize, usize, &mut [u8]) -> Result<(), ReadError> + '_ {
+    let mut next = 0;
+    move |_, _, mut bytes| {
+        while !bytes.is_empty() {
+            let piece = &supply[next..supply.len().min(next + bytes.len())];
+            let (now, later) = bytes.split_at_mut(piece.len());
+            now.copy_from_slice(piece);
+            next = (next + piece.len()) % supply.len();
+            bytes = later;
+        }
+        Ok(())
+    }
+}
+
 /// Why a weight's bytes could not be read; the file's own error.
 pub type ReadError = Box<dyn std::error::Error + Send + Sync>;
 
@@ -253,17 +268,7 @@ pub trait Backend: Send + Sync {
     /// not empty, whole blocks of the type. A device of its own memory copies it there, instead of having the host
     /// write every byte.
     fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
-        let mut next = 0;
-        self.load_weight(desc, &mut |_, _, mut bytes| {
-            while !bytes.is_empty() {
-                let piece = &supply[next..supply.len().min(next + bytes.len())];
-                let (now, later) = bytes.split_at_mut(piece.len());
-                now.copy_from_slice(piece);
-                next = (next + piece.len()) % supply.len();
-                bytes = later;
-            }
-            Ok(())
-        })
+        self.load_weight(desc, &mut repeating(supply))
     }
 
     /// A small f32 vector `[1, n]` that lives as long as the model (norm weights, biases).
@@ -441,4 +446,19 @@ pub trait Backend: Send + Sync {
 
     /// Fills `x` from the host.
     fn copy_from_host(&self, data: &[f32], x: &mut Tensor) -> Result<(), BackendError>;
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::repeating;
+
+    #[test]
+    fn a_supply_goes_on_where_it_stopped() {
+        let mut read = repeating(&[1, 2, 3]);
+        let (mut first, mut second) = ([0; 4], [0; 7]);
+        read(0, 1, &mut first).unwrap();
+        read(1, 1, &mut second).unwrap();
+        assert_eq!((first, second), ([1, 2, 3, 1], [2, 3, 1, 2, 3, 1, 2]));
+    }
 }

@@ -5,10 +5,10 @@ use super::{Activations, CudaBackend, lock};
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::linear::Matrix;
-use crate::loading::CudaWeight;
+use crate::loading::{CudaWeight, upload_repeated};
 use crate::memory::DeviceMemory;
 use crate::staging::PieceUploader;
-use pagemill_backend::{BackendError, DType, Weight, WeightDesc};
+use pagemill_backend::{Backend, BackendError, DType, Weight, WeightDesc, repeating};
 use std::sync::Arc;
 
 impl CudaBackend {
@@ -20,6 +20,15 @@ impl CudaBackend {
     /// Its kernels.
     pub(crate) fn kernels(&self) -> &Kernels {
         &self.kernels
+    }
+
+    /// A weight whose stored bytes are `supply` over and over. What is quantised may be kept in another form than it is
+    /// stored in: it takes the way of every weight.
+    pub(super) fn take_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {
+        if desc.dtype.is_quantized() {
+            return self.load_weight(desc, &mut repeating(supply));
+        }
+        self.take_weight(desc, |pieces, desc| upload_repeated(&self.device, pieces, desc, supply))
     }
 
     /// A weight whose stored bytes `upload` brings to the device.

@@ -5,6 +5,7 @@
 
 mod attention;
 mod linear;
+mod loading;
 mod rows;
 mod support;
 mod zoo;
