@@ -4,11 +4,13 @@ greedy and seeded sampling, several choices, streams that are dropped half-way. 
 the same request gets alone.
 
     python3 benches/soak/soak.py target/release/pagemill crates/testkit/zoo/llama --minutes 10
-    python3 benches/soak/soak.py target/release/pagemill MODEL --minutes 3 -- --device cuda:0 --activations f32
+    python3 benches/soak/soak.py target/release/pagemill MODEL --minutes 3 -- --device cuda:0 --activations f32 \
+        --kv-dtype f32
 
 What follows `--` goes to `pagemill serve`. Prints one line a period and a verdict as JSON; exits non-zero at wrong
-answers, errors, blocks that are not given back, memory that grows, or if nothing was preempted. On a GPU rows depend
-on the batch around them unless activations are f32 (or the server is deterministic). Only the standard library is used.
+answers, errors, blocks that are not given back, memory that grows, or if nothing was preempted. On a GPU the last bits
+of a row depend on the batch around it; with everything in f32, the cache too, that is too little to part texts but once
+in very many tokens (a 16-bit cache rounds it up to what a draw notices). Only the standard library is used.
 """
 import argparse
 import json
