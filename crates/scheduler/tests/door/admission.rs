@@ -116,6 +116,7 @@ fn a_long_prompt_is_chunked_and_never_stalls_decodes() {
         house.apply();
     }
     assert_eq!(chunks, [16, 16, 16, 16, 16, 16, 4, 1, 1]);
+    assert_eq!(house.scheduler.stats().mixed_steps, 7, "a prompt alone, or decodes alone, is no mixed step");
     house.run(100);
     house.assert_solo(&short);
     house.assert_solo(&long);
