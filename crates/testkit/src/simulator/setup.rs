@@ -141,6 +141,7 @@ fn draw_scheduler(draw: &mut Draw) -> SchedulerConfig {
         continuous_batching: !draw.one_in(6),
         static_batch_wait_us: draw.pick(&[0, 500, 5_000]),
         micro_batches: 1,
+        plan_ahead: false,
         num_stages: 1,
     }
 }
