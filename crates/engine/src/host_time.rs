@@ -46,6 +46,20 @@ impl HostTime {
         }
     }
 
+    /// Both sums together.
+    #[must_use]
+    pub fn plus(&self, other: &Self) -> Self {
+        Self {
+            steps: self.steps + other.steps,
+            steps_ahead: self.steps_ahead + other.steps_ahead,
+            schedule_ns: self.schedule_ns + other.schedule_ns,
+            layout_ns: self.layout_ns + other.layout_ns,
+            apply_ns: self.apply_ns + other.apply_ns,
+            deliver_ns: self.deliver_ns + other.deliver_ns,
+            exposed_ns: self.exposed_ns + other.exposed_ns,
+        }
+    }
+
     /// All parts together.
     #[must_use]
     pub fn total_ns(&self) -> u64 {
@@ -98,6 +112,7 @@ mod tests {
         let expected =
             "host 31 us a step (schedule 9, layout 8, apply 6, deliver 8), not hidden 12; 3 of 4 steps planned ahead";
         assert_eq!(later.since(&earlier).to_string(), expected);
+        assert_eq!(later.since(&earlier).plus(&earlier), later);
         assert_eq!(HostTime::default().us_a_step(0).to_bits(), 0.0f64.to_bits());
     }
 }
