@@ -11,7 +11,7 @@ use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, is_plain_gre
 use crate::{EngineError, StepInput};
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
 use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
-use pagemill_scheduler::{SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs};
+use pagemill_scheduler::{SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan, TokenLogprobs};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -39,6 +39,8 @@ pub(crate) struct Worker {
     requests: RequestTable,
     batch: BatchBuilder,
     draws: Draws,
+    /// What the step before drew, not yet in the requests' pasts.
+    drawn: Vec<(SequenceId, u32)>,
     copies: Vec<BlockCopy>,
     rows: Vec<u32>,
     row_jobs: Vec<RowJob>,
@@ -115,6 +117,7 @@ impl Worker {
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
             draws: Draws::default(),
+            drawn: Vec::new(),
             copies: Vec::new(),
             rows: Vec::new(),
             row_jobs: Vec::new(),
@@ -175,6 +178,7 @@ impl Worker {
         self.kv = kv;
         self.padding = padding;
         self.requests = RequestTable::default();
+        self.drawn.clear();
         self.growths_at_start = self.cx.backend.workspace().1;
         self.meter = Arc::default();
     }
@@ -214,9 +218,6 @@ impl Worker {
         let plan = &input.plan;
         self.draws.begin_step()?;
         let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        if self.stage().is_last() {
-            self.requests.update(&input.started, &input.ended, &input.ended_sequences);
-        }
         let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
         self.copy_blocks(plan)?;
         self.batch.clear(self.model.spec().kv_groups.len());
@@ -224,7 +225,10 @@ impl Worker {
             self.batch.push(sequence, self.kv.spec().block_size, &self.draws)?;
         }
         num_padding -= self.push_padding(num_padding)?;
-        self.pass(|worker, hidden| worker.read_logits(plan, hidden, &mut output))?;
+        self.pass(|worker, hidden| {
+            worker.update_requests(input)?;
+            worker.read_logits(plan, hidden, &mut output)
+        })?;
         self.draws.end_step(&output);
         while num_padding > 0 {
             self.batch.clear(self.model.spec().kv_groups.len());
@@ -315,6 +319,20 @@ impl Worker {
         Ok(hidden)
     }
 
+    /// Takes into the requests' pasts what the step before drew, then what has begun and ended since. Not before the
+    /// layers are launched, which need none of it: a device need not wait for this.
+    fn update_requests(&mut self, input: &StepInput) -> Result<(), EngineError> {
+        for (id, token) in self.drawn.drain(..) {
+            let request = self
+                .requests
+                .get_mut(id.request)
+                .ok_or_else(|| EngineError::Internal(format!("request {} samples but never started", id.request.0)))?;
+            request.choice_mut(id.choice).push(token);
+        }
+        self.requests.update(&input.started, &input.ended, &input.ended_sequences);
+        Ok(())
+    }
+
     /// Computes the logits that the plan asks for, tile by tile, and samples from them on one rank.
     fn read_logits(&mut self, plan: &StepPlan, hidden: &Tensor, output: &mut StepOutput) -> Result<(), EngineError> {
         let mut jobs = std::mem::take(&mut self.row_jobs);
@@ -332,7 +350,7 @@ impl Worker {
             self.host.drawn = Some(Instant::now());
             drop(logits);
             for (job, result) in tile.iter().zip(results) {
-                self.record(&plan.sequences[job.sequence_idx], job, result, output)?;
+                self.record(&plan.sequences[job.sequence_idx], job, result, output);
             }
         }
         jobs.clear();
@@ -431,14 +449,8 @@ impl Worker {
         held.unwrap_or_else(|| RowScratch::with_vocab(self.model.spec().vocab_size))
     }
 
-    /// Puts a row's result into the step's output and into the choices' pasts.
-    fn record(
-        &mut self,
-        sequence: &ScheduledSequence,
-        job: &RowJob,
-        result: RowResult,
-        output: &mut StepOutput,
-    ) -> Result<(), EngineError> {
+    /// Puts a row's result into the step's output, and sets it aside for the choices' pasts.
+    fn record(&mut self, sequence: &ScheduledSequence, job: &RowJob, result: RowResult, output: &mut StepOutput) {
         if let (Some((position, _)), Some(logprobs)) = (job.prompt_token, result.prompt) {
             match output.prompt_logprobs.last_mut() {
                 Some((id, _, entries)) if *id == sequence.id => entries.push(logprobs),
@@ -446,14 +458,8 @@ impl Worker {
             }
         }
         for (&id, drawn) in sequence.sample.iter().zip(result.drawn) {
-            if let Ok(token) = drawn.token {
-                let request = self.requests.get_mut(id.request).ok_or_else(|| {
-                    EngineError::Internal(format!("request {} samples but never started", id.request.0))
-                })?;
-                request.choice_mut(id.choice).push(token);
-            }
+            self.drawn.extend(drawn.token.as_ref().ok().map(|&token| (id, token)));
             output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
         }
-        Ok(())
     }
 }

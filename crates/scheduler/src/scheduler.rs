@@ -103,6 +103,8 @@ pub struct DynamicBatchScheduler {
     static_batch: Option<StaticBatch>,
     /// A running sequence found no blocks for the newest plan, or took others'.
     blocks_were_short: bool,
+    /// Running sequences that end with the plan in flight, whatever it draws; as of the plan being made.
+    num_leaving: usize,
     /// Number of the newest plan.
     step: u64,
     counters: SchedulerStats,
@@ -130,6 +132,7 @@ impl DynamicBatchScheduler {
             finished_decode: None,
             static_batch: None,
             blocks_were_short: false,
+            num_leaving: 0,
             step: 0,
             counters: SchedulerStats::default(),
         }
@@ -225,6 +228,7 @@ impl DynamicBatchScheduler {
         if self.must_wait_for_output() {
             return self.empty_plan();
         }
+        self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
         } else {

@@ -8,6 +8,7 @@
 
 use super::DynamicBatchScheduler;
 use super::sequence::Draw;
+use super::waiting::Rank;
 use crate::StepPlan;
 
 impl DynamicBatchScheduler {
@@ -35,10 +36,15 @@ impl DynamicBatchScheduler {
         }
     }
 
-    /// Running sequences but for those that leave with the plan in flight.
+    /// Counts the sequences that leave with the plan in flight: their places are free for those that wait.
+    pub(super) fn count_leaving(&mut self) {
+        let may_admit = self.config.plan_ahead && !self.in_flight.is_empty() && !self.waiting.is_empty();
+        let is_leaving = |rank: &&Rank| self.sequence(rank.id).is_leaving();
+        self.num_leaving = if may_admit { self.running.iter().filter(is_leaving).count() } else { 0 };
+    }
+
+    /// Places in the batch that running sequences take.
     pub(super) fn num_slots_taken(&self) -> usize {
-        let is_leaving = |rank: &&super::Rank| self.sequence(rank.id).is_leaving();
-        let num_leaving = if self.config.plan_ahead { self.running.iter().filter(is_leaving).count() } else { 0 };
-        self.running.len() - num_leaving
+        self.running.len() - self.num_leaving
     }
 }
