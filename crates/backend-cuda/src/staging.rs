@@ -41,9 +41,14 @@ impl UploadRing {
             }
         }
         let piece = &mut self.pinned.bytes_mut()[self.used..self.used + len];
-        let words = parts.iter().flat_map(|part| part.iter());
-        for (bytes, word) in piece.chunks_exact_mut(4).zip(words) {
-            bytes.copy_from_slice(&word.to_ne_bytes());
+        let mut rest = &mut *piece;
+        for part in parts {
+            let (bytes, behind) = rest.split_at_mut(part.len() * 4);
+            // Part by part, so that it becomes a copy of memory.
+            for (bytes, word) in bytes.chunks_exact_mut(4).zip(*part) {
+                bytes.copy_from_slice(&word.to_ne_bytes());
+            }
+            rest = behind;
         }
         self.used += len;
         self.device.bind()?;

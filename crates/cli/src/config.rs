@@ -53,6 +53,7 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
             .or_else(|| device.max_batch_tokens(prefill_chunk_size, max_batch_size)),
         prefill_chunk_size,
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
+        plan_ahead: settings.plan_ahead.unwrap_or(defaults.plan_ahead),
         block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
         kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), device)?,
         kv_layout: kv_layout(settings.kv_layout.as_deref())?,

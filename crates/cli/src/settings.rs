@@ -26,6 +26,9 @@ pub struct EngineSettings {
     /// `false` runs classic static batches: the baseline that benches compare with [default: true]
     #[arg(long, env = "PAGEMILL_CONTINUOUS_BATCHING", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
     pub continuous_batching: Option<bool>,
+    /// `false` plans each step after the one before has ended, as a baseline [default: true]
+    #[arg(long, env = "PAGEMILL_PLAN_AHEAD", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    pub plan_ahead: Option<bool>,
     /// Tokens in a KV block: 16, 32, 64, 128 or 256 [default: 16, on a GPU 64]
     #[arg(long, env = "PAGEMILL_BLOCK_SIZE", value_name = "TOKENS")]
     pub block_size: Option<usize>,
@@ -212,6 +215,7 @@ impl EngineSettings {
             max_batch_tokens: self.max_batch_tokens.or(file.max_batch_tokens),
             prefill_chunk_size: self.prefill_chunk_size.or(file.prefill_chunk_size),
             continuous_batching: self.continuous_batching.or(file.continuous_batching),
+            plan_ahead: self.plan_ahead.or(file.plan_ahead),
             block_size: self.block_size.or(file.block_size),
             kv_dtype: self.kv_dtype.or(file.kv_dtype),
             kv_layout: self.kv_layout.or(file.kv_layout),

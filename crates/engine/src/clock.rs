@@ -23,6 +23,12 @@ impl MonotonicClock {
         u64::try_from(self.start.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
+    /// Nanoseconds since the start.
+    #[must_use]
+    pub fn now_ns(&self) -> u64 {
+        u64::try_from(self.start.elapsed().as_nanos()).unwrap_or(u64::MAX)
+    }
+
     /// The same as the scheduler's point in time.
     #[must_use]
     pub fn now(&self) -> Time {

@@ -37,6 +37,8 @@ pub struct EngineConfig {
     pub parallel: ParallelMode,
     /// Steps in flight; `None`: one for a single stage, else measured at start.
     pub micro_batches: Option<usize>,
+    /// Plan each step while the one before runs, where the ranks can.
+    pub plan_ahead: bool,
     /// Run `check_integrity` after every step (tests) rather than only at idle.
     pub check_every_step: bool,
 }
@@ -59,6 +61,7 @@ impl Default for EngineConfig {
             static_batch_wait_us: 50_000,
             parallel: ParallelMode::SOLO,
             micro_batches: None,
+            plan_ahead: true,
             check_every_step: false,
         }
     }

@@ -6,7 +6,9 @@ use crate::executor::StartedRequest;
 use crate::handle::EngineStatus;
 use crate::pipeline::PipelineExecutor;
 use crate::request::LiveRequest;
-use crate::{EngineError, EngineEvent, Executor, Request, StepInput, SubmitError, UnifiedMemoryAllocator};
+use crate::{
+    EngineError, EngineEvent, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator,
+};
 use pagemill_scheduler::{
     DynamicBatchScheduler, Event, PagedKvCache, RequestId, RequestSpec, SequenceId, StepPlan, Time,
 };
@@ -25,6 +27,10 @@ pub struct InferenceEngine<E: Executor = PipelineExecutor> {
     ended: Vec<RequestId>,
     ended_sequences: Vec<SequenceId>,
     in_flight: usize,
+    /// The step in flight is about to end: the next one is to be planned now.
+    plan_is_due: bool,
+    /// Nothing could run when last looked.
+    was_idle: bool,
     checks: IntegrityChecks,
     counters: Counters,
 }
@@ -41,8 +47,11 @@ struct IntegrityChecks {
 struct Counters {
     steps: u64,
     aborted: u64,
-    schedule_us: u64,
-    execute_us: u64,
+    steps_ahead: u64,
+    schedule_ns: u64,
+    execute_ns: u64,
+    apply_ns: u64,
+    deliver_ns: u64,
 }
 
 impl<E: Executor> InferenceEngine<E> {
@@ -64,6 +73,8 @@ impl<E: Executor> InferenceEngine<E> {
             ended: Vec::new(),
             ended_sequences: Vec::new(),
             in_flight: 0,
+            plan_is_due: false,
+            was_idle: true,
             checks: IntegrityChecks::default(),
             counters: Counters::default(),
         }
@@ -134,39 +145,56 @@ impl<E: Executor> InferenceEngine<E> {
 
     /// Runs one step: schedule, submit, collect, apply, deliver. Returns whether anything ran.
     ///
+    /// Where the executor lets it plan ahead, it returns once more in the middle of a step, when that is about to
+    /// end: what the caller has taken in by the next call is part of the plan that follows.
+    ///
     /// # Errors
     /// A lost device or a broken invariant: the engine must stop.
     pub fn step(&mut self, now: Time) -> Result<bool, EngineError> {
         self.reap_closed();
-        self.submit_plans(now)?;
-        if self.in_flight == 0 {
+        let ahead = std::mem::take(&mut self.plan_is_due);
+        self.submit_plans(now, ahead)?;
+        self.was_idle = self.in_flight == 0;
+        if self.was_idle {
             self.executor.check()?;
             self.check_integrity_if(!self.scheduler.has_work())?;
             return Ok(false);
         }
         let clock = MonotonicClock::start();
+        if !ahead && self.in_flight == 1 && self.scheduler.config().plan_ahead {
+            self.plan_is_due = self.executor.await_planning()?;
+        }
+        if self.plan_is_due {
+            self.counters.execute_ns += clock.now_ns();
+            return Ok(true);
+        }
         let output = self.executor.collect()?;
         self.in_flight -= 1;
-        self.counters.execute_us += clock.now_us();
+        let collected_ns = clock.now_ns();
         let events = self.scheduler.apply(&mut self.kv_cache, output, now);
-        self.counters.steps += 1;
+        let applied_ns = clock.now_ns();
         self.checks.due = true;
         self.deliver(events)?;
+        self.counters.steps += 1;
+        self.counters.execute_ns += collected_ns;
+        self.counters.apply_ns += applied_ns - collected_ns;
+        self.counters.deliver_ns += clock.now_ns() - applied_ns;
         self.check_integrity_if(self.checks.every_step || !self.scheduler.has_work())?;
         Ok(true)
     }
 
-    /// Hands the executor as many plans as it takes at once.
-    fn submit_plans(&mut self, now: Time) -> Result<(), EngineError> {
-        while self.in_flight < self.executor.max_in_flight() {
+    /// Hands the executor as many plans as it takes at once, and one more `ahead`.
+    fn submit_plans(&mut self, now: Time, ahead: bool) -> Result<(), EngineError> {
+        while self.in_flight < self.executor.max_in_flight() + usize::from(ahead) {
             let clock = MonotonicClock::start();
             let plan = self.scheduler.schedule(&mut self.kv_cache, now);
             let input = if plan.is_empty() { None } else { Some(self.step_input(plan)?) };
-            let scheduled_us = clock.now_us();
-            self.counters.schedule_us += scheduled_us;
+            let scheduled_ns = clock.now_ns();
+            self.counters.schedule_ns += scheduled_ns;
             let Some(input) = input else { break };
             self.executor.submit(input)?;
-            self.counters.execute_us += clock.now_us() - scheduled_us;
+            self.counters.execute_ns += clock.now_ns() - scheduled_ns;
+            self.counters.steps_ahead += u64::from(ahead);
             self.in_flight += 1;
         }
         Ok(())
@@ -193,6 +221,7 @@ impl<E: Executor> InferenceEngine<E> {
             started,
             ended: std::mem::take(&mut self.ended),
             ended_sequences: std::mem::take(&mut self.ended_sequences),
+            after_idle: self.was_idle,
         })
     }
 
@@ -283,12 +312,19 @@ impl<E: Executor> InferenceEngine<E> {
             memory: *self.memory_manager.plan(),
             steps: self.counters.steps,
             aborted: self.counters.aborted,
-            schedule_us: self.counters.schedule_us,
-            execute_us: self.counters.execute_us,
+            schedule_us: self.counters.schedule_ns / 1000,
+            execute_us: self.counters.execute_ns / 1000,
+            host: self.host_time(),
             workspace_grown: self.executor.workspace_grown(),
             pipeline: self.executor.pipeline_status(),
             ..EngineStatus::default()
         }
+    }
+
+    fn host_time(&self) -> HostTime {
+        let Counters { steps, steps_ahead, schedule_ns, apply_ns, deliver_ns, .. } = self.counters;
+        let RankHostTime { layout_ns, exposed_ns } = self.executor.rank_host_time();
+        HostTime { steps, steps_ahead, schedule_ns, layout_ns, apply_ns, deliver_ns, exposed_ns }
     }
 
     /// Gauges, counters and integrity, for tests and metrics.

@@ -1,7 +1,7 @@
 //! The seam between deciding and computing. Two implementations: the pipeline of ranks, and the
 //! simulator's fake.
 
-use crate::{EngineError, SamplingParams};
+use crate::{EngineError, RankHostTime, SamplingParams};
 use pagemill_scheduler::{RequestId, SequenceId, StepOutput, StepPlan};
 use std::sync::Arc;
 
@@ -27,6 +27,8 @@ pub struct StepInput {
     pub ended: Vec<RequestId>,
     /// Single choices that will not appear again.
     pub ended_sequences: Vec<SequenceId>,
+    /// There was nothing to run before it: the time since the step before is nobody's fault.
+    pub after_idle: bool,
 }
 
 /// One measurement of the tuning at start.
@@ -98,6 +100,26 @@ pub trait Executor: Send {
     /// Steps that may be in flight at once (1: submit, collect, submit, …).
     fn max_in_flight(&self) -> usize {
         1
+    }
+
+    /// Whether plans may name tokens that the plan before them draws
+    /// ([`pagemill_scheduler::ScheduledSequence::drawn_idx`]). If so, one plan more than `max_in_flight` is taken.
+    fn fills_in_draws(&self) -> bool {
+        false
+    }
+
+    /// With a step in flight: waits until it is about to end, or its output is there. True: the next one is to be
+    /// planned now, while it runs. Asked only where [`Self::fills_in_draws`].
+    ///
+    /// # Errors
+    /// As `submit`.
+    fn await_planning(&mut self) -> Result<bool, EngineError> {
+        Ok(false)
+    }
+
+    /// What the first rank's host has spent on steps since start.
+    fn rank_host_time(&self) -> RankHostTime {
+        RankHostTime::default()
     }
 
     /// Times that a rank's workspace grew after warm-up, as of the last step collected.

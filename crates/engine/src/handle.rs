@@ -7,7 +7,7 @@
 use crate::clock::MonotonicClock;
 use crate::pipeline::panic_message;
 use crate::sink::{ChannelSink, Generation};
-use crate::{Executor, InferenceEngine, MemoryPlan, PipelineStatus, Request, SubmitError};
+use crate::{Executor, HostTime, InferenceEngine, MemoryPlan, PipelineStatus, Request, SubmitError};
 use crossbeam_channel::{Receiver, Sender, TryRecvError, TrySendError, bounded, select};
 use pagemill_scheduler::{KvCacheStats, Refusal, RequestId, SchedulerStats, SequenceId, Time};
 use std::collections::BTreeSet;
@@ -47,6 +47,8 @@ pub struct EngineStatus {
     pub schedule_us: u64,
     /// Microseconds spent in executing since start.
     pub execute_us: u64,
+    /// What the host did for the steps.
+    pub host: HostTime,
     /// Times the workspace grew after warm-up (0, or something is wrong).
     pub workspace_grown: u64,
     /// How busy the ranks are.

@@ -8,6 +8,7 @@
 //! ```
 
 use crate::EngineError;
+use crate::draws::Draws;
 use pagemill_backend::BatchLayout;
 use pagemill_scheduler::{BlockId, ScheduledSequence};
 
@@ -43,12 +44,17 @@ impl BatchBuilder {
         self.token_ids.len()
     }
 
-    /// Packs a sequence's tokens.
+    /// Packs a sequence's tokens, one that the step before drew among them.
     ///
     /// # Errors
     /// [`EngineError::Internal`] when the plan contradicts itself: wrong number of tables, a table that
-    /// does not cover its tokens, sizes beyond u32.
-    pub(crate) fn push(&mut self, sequence: &ScheduledSequence, block_size: usize) -> Result<(), EngineError> {
+    /// does not cover its tokens, a draw that is not known, sizes beyond u32.
+    pub(crate) fn push(
+        &mut self,
+        sequence: &ScheduledSequence,
+        block_size: usize,
+        draws: &Draws,
+    ) -> Result<(), EngineError> {
         let len = sequence.token_ids.len();
         if sequence.block_tables.len() != self.layout.groups.len() || len == 0 {
             return Err(EngineError::Internal(format!(
@@ -59,6 +65,11 @@ impl BatchBuilder {
             )));
         }
         self.token_ids.extend_from_slice(&sequence.token_ids);
+        if let (Some(idx), Some(last)) = (sequence.drawn_idx, self.token_ids.last_mut()) {
+            *last = draws.token(idx).ok_or_else(|| {
+                EngineError::Internal(format!("plan of {:?}: draw {idx} of the step before is unknown", sequence.id))
+            })?;
+        }
         for (group_idx, table) in sequence.block_tables.iter().enumerate() {
             self.push_table(group_idx, table, sequence.start, len, block_size).map_err(|detail| {
                 EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
@@ -126,6 +137,7 @@ mod tests {
             token_ids: tokens.to_vec(),
             start,
             block_tables: tables.iter().map(|table| table.iter().map(|&b| BlockId(b)).collect()).collect(),
+            drawn_idx: None,
             sample: vec![],
             prompt_logprobs: false,
             num_padding: 0,
@@ -137,10 +149,10 @@ mod tests {
         let mut batch = BatchBuilder::default();
         for _ in 0..2 {
             batch.clear(2);
-            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16).unwrap_err();
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16, &Draws::default()).unwrap_err();
             batch.clear(2);
-            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16).unwrap();
-            batch.push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16).unwrap();
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16, &Draws::default()).unwrap();
+            batch.push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16, &Draws::default()).unwrap();
             batch.push_padding(11, 2, 16).unwrap();
         }
         assert_eq!(batch.token_ids, [7, 8, 9, 6, 0, 0]);
@@ -165,7 +177,7 @@ mod tests {
         ] {
             let mut batch = BatchBuilder::default();
             batch.clear(1);
-            let error = batch.push(&bad, 16).unwrap_err().to_string();
+            let error = batch.push(&bad, 16, &Draws::default()).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         }
     }

@@ -10,10 +10,12 @@
 
 mod clock;
 pub mod config;
+mod draws;
 pub mod engine;
 pub mod error;
 pub mod executor;
 pub mod handle;
+pub mod host_time;
 mod layout;
 mod limits;
 pub mod loading;
@@ -28,6 +30,7 @@ mod sampler;
 pub mod sampling;
 pub mod sink;
 mod stage_costs;
+mod step_times;
 mod warm_up;
 mod worker;
 
@@ -36,6 +39,7 @@ pub use engine::InferenceEngine;
 pub use error::{EngineError, SubmitError};
 pub use executor::{Executor, MicroBatchSample, PipelineStatus, StageStatus, StartedRequest, StepInput};
 pub use handle::{EngineHandle, EngineStatus};
+pub use host_time::{HostTime, RankHostTime};
 pub use loading::{BuiltEngine, DeviceMemory, StartTimes, build_engine, build_engine_on, plan_memory};
 pub use lone_rank::{LoadedRank, MeterReader, RankMemory, SettledRank};
 pub use memory::{KvFactors, MemoryPlan, UnifiedMemoryAllocator};

@@ -1,7 +1,7 @@
 //! From what was configured to the engine's limits: every `None` gets a value by a stated rule, every
 //! value is checked against the model. Knows no memory: sizes come in `memory`.
 
-use crate::{EngineConfig, EngineError};
+use crate::{EngineConfig, EngineError, Executor};
 use pagemill_backend::{DType, KvPoolSpec};
 use pagemill_model::{KvKind, ModelSpec, Stage};
 use pagemill_scheduler::{CacheGroup, KvCacheConfig, PagedKvCache, SchedulerConfig};
@@ -48,10 +48,12 @@ impl Limits {
         Ok(Self { max_batch_size, max_batch_tokens, max_seq_len, groups })
     }
 
-    /// The scheduler's part, for a pipeline with so many steps in flight.
-    pub(crate) fn scheduler_config(&self, config: &EngineConfig, micro_batches: usize) -> SchedulerConfig {
+    /// The scheduler's part, for ranks that run its plans.
+    pub(crate) fn scheduler_config(&self, config: &EngineConfig, ranks: &impl Executor) -> SchedulerConfig {
         SchedulerConfig {
-            micro_batches,
+            micro_batches: ranks.max_in_flight(),
+            // A static batch goes on in step: where one member's end is not known, nobody's next token is planned.
+            plan_ahead: config.plan_ahead && config.continuous_batching && ranks.fills_in_draws(),
             num_stages: config.parallel.pipeline_parallel,
             max_batch_size: self.max_batch_size,
             max_batch_tokens: self.max_batch_tokens,

@@ -8,7 +8,7 @@ use crate::pipeline::PipelineExecutor;
 use crate::ranks::BringUp;
 use crate::stage_costs;
 use crate::worker::{PaddingBlocks, Worker};
-use crate::{EngineConfig, EngineError, Executor, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
+use crate::{EngineConfig, EngineError, InferenceEngine, MemoryPlan, UnifiedMemoryAllocator};
 use pagemill_backend::{Backend, DeviceInfo, SoloCollective};
 use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use pagemill_scheduler::{DynamicBatchScheduler, PagedKvCache};
@@ -114,7 +114,7 @@ pub(crate) fn join_parts(
     stages: Vec<Stage>,
 ) -> BuiltEngine {
     let engine = InferenceEngine::new(
-        DynamicBatchScheduler::new(limits.scheduler_config(config, executor.max_in_flight())),
+        DynamicBatchScheduler::new(limits.scheduler_config(config, &executor)),
         PagedKvCache::new(limits.cache_config(config, plan.num_blocks)),
         executor,
         UnifiedMemoryAllocator::new(plan),

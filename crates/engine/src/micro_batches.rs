@@ -91,6 +91,7 @@ impl Load {
             block_tables: (0..self.num_groups)
                 .map(|group| vec![BlockId(index(at * self.num_groups + group))])
                 .collect(),
+            drawn_idx: None,
             sample: vec![id],
             prompt_logprobs: false,
             num_padding: 0,

@@ -2,14 +2,17 @@
 //! of other processes behind one more channel, and outputs from the last stage's first rank. Knows threads,
 //! their ends and how long each was busy; what a step computes is `worker`'s.
 
+use crate::draws::join_draws;
 use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
 use crate::remote::{OutputSender, RemoteRanks};
+use crate::step_times::StepTimes;
 use crate::worker::Worker;
-use crate::{EngineError, Executor, StepInput};
-use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, TryRecvError, bounded};
+use crate::{EngineError, Executor, RankHostTime, StepInput};
+use crossbeam_channel::{Receiver, RecvTimeoutError, Select, Sender, TryRecvError, bounded};
 use pagemill_backend::Collective;
 use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::StepOutput;
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -26,6 +29,12 @@ const FAILURE_POLL: Duration = Duration::from_millis(100);
 /// does so at most.
 const WATCH_BEFORE: Duration = Duration::from_micros(300);
 const WATCH_FOR: Duration = Duration::from_micros(900);
+
+/// How long before a step is expected to end the next one is planned: longer than planning takes, and no longer
+/// than need be, since what arrives later waits for one step more. And the part of the step by which it may end
+/// sooner than expected.
+const PLAN_BEFORE: Duration = Duration::from_micros(300);
+const PLAN_BEFORE_PART: u32 = 32;
 
 /// How long a rank on a device of its own looks for the next step before it sleeps: longer than the engine takes
 /// to plan it.
@@ -47,7 +56,11 @@ pub struct PipelineExecutor {
     /// To end every wait of every rank.
     collective: Arc<dyn Collective>,
     max_in_flight: usize,
-    in_flight: usize,
+    /// Oldest first. Kept here so that what a plan holds is freed on this thread, while ranks compute.
+    in_flight: VecDeque<Arc<StepInput>>,
+    /// Since when the oldest one has run.
+    running_since: Instant,
+    step_times: StepTimes,
     /// Since when something has been in flight.
     active_since: Option<Instant>,
     active: Duration,
@@ -84,6 +97,10 @@ pub(crate) struct RankMeter {
     pub(crate) busy_us: AtomicU64,
     /// Times the workspace grew since the warm-up.
     pub(crate) workspace_grown: AtomicU64,
+    /// As in [`crate::HostTime`].
+    pub(crate) layout_ns: AtomicU64,
+    /// As in [`crate::HostTime`].
+    pub(crate) exposed_ns: AtomicU64,
 }
 
 /// One rank's thread, and what it reports to.
@@ -104,7 +121,8 @@ impl PipelineExecutor {
     ///
     /// # Errors
     /// The system gave no thread, or there is no worker.
-    pub(crate) fn start(workers: Vec<Worker>) -> Result<Self, EngineError> {
+    pub(crate) fn start(mut workers: Vec<Worker>) -> Result<Self, EngineError> {
+        join_draws(&mut workers);
         let collective = workers.first().map(Worker::collective);
         let collective = collective.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
@@ -158,7 +176,9 @@ impl PipelineExecutor {
             failure,
             collective,
             max_in_flight: 1,
-            in_flight: 0,
+            in_flight: VecDeque::new(),
+            running_since: Instant::now(),
+            step_times: StepTimes::new(),
             active_since: None,
             active: Duration::ZERO,
             tuning: Arc::new([]),
@@ -188,9 +208,9 @@ impl PipelineExecutor {
     /// Lets what is in flight come home, so that the other processes can end in order.
     fn await_last_outputs(&mut self) {
         let deadline = Instant::now() + LAST_OUTPUTS;
-        while self.in_flight > 0 && self.failure.get().is_none() {
+        while !self.in_flight.is_empty() && self.failure.get().is_none() {
             match self.outputs.recv_timeout(FAILURE_POLL) {
-                Ok(Ok(_)) => self.in_flight -= 1,
+                Ok(Ok(_)) => drop(self.in_flight.pop_front()),
                 Err(RecvTimeoutError::Timeout) if Instant::now() < deadline => {}
                 Ok(Err(_)) | Err(_) => return,
             }
@@ -212,8 +232,11 @@ impl Executor for PipelineExecutor {
                 return Err(self.lost_rank());
             }
         }
-        self.in_flight += 1;
-        self.active_since.get_or_insert_with(Instant::now);
+        if self.in_flight.is_empty() {
+            self.running_since = Instant::now();
+            self.active_since.get_or_insert(self.running_since);
+        }
+        self.in_flight.push_back(input);
         Ok(())
     }
 
@@ -229,8 +252,12 @@ impl Executor for PipelineExecutor {
             }
         };
         self.watch.expected = (self.watch.expected * 3 + started.elapsed()) / 4;
-        self.in_flight = self.in_flight.saturating_sub(1);
-        if self.in_flight == 0
+        let now = Instant::now();
+        if let Some(input) = self.in_flight.pop_front() {
+            self.step_times.record(input.plan.num_tokens(), now - self.running_since);
+        }
+        self.running_since = now;
+        if self.in_flight.is_empty()
             && let Some(since) = self.active_since.take()
         {
             self.active += since.elapsed();
@@ -244,6 +271,27 @@ impl Executor for PipelineExecutor {
 
     fn max_in_flight(&self) -> usize {
         self.max_in_flight
+    }
+
+    fn fills_in_draws(&self) -> bool {
+        // Draws stay within a process and a stage.
+        self.remote_inputs.is_none() && self.num_stages() == 1 && self.max_in_flight == 1
+    }
+
+    fn await_planning(&mut self) -> Result<bool, EngineError> {
+        let num_tokens = self.in_flight.front().map_or(0, |input| input.plan.num_tokens());
+        let Some(expected) = self.step_times.expected(num_tokens) else { return Ok(false) };
+        let due = self.running_since + expected.saturating_sub(PLAN_BEFORE + expected / PLAN_BEFORE_PART);
+        let mut output = Select::new();
+        output.recv(&self.outputs);
+        Ok(output.ready_deadline(due).is_err())
+    }
+
+    fn rank_host_time(&self) -> RankHostTime {
+        self.ranks.first().map_or_else(RankHostTime::default, |rank| RankHostTime {
+            layout_ns: rank.meter.layout_ns.load(Ordering::Relaxed),
+            exposed_ns: rank.meter.exposed_ns.load(Ordering::Relaxed),
+        })
     }
 
     fn workspace_grown(&self) -> u64 {
@@ -283,7 +331,7 @@ impl Watch {
 }
 
 /// What comes within `time`, without sleeping.
-fn watch_for<T>(receiver: &Receiver<T>, time: Duration) -> Option<Result<T, TryRecvError>> {
+pub(crate) fn watch_for<T>(receiver: &Receiver<T>, time: Duration) -> Option<Result<T, TryRecvError>> {
     let started = Instant::now();
     while started.elapsed() < time {
         match receiver.try_recv() {
@@ -299,7 +347,7 @@ impl Drop for PipelineExecutor {
         if self.remote_inputs.is_some() {
             self.await_last_outputs();
         }
-        if self.in_flight > 0 {
+        if !self.in_flight.is_empty() {
             self.collective.abort("the engine has stopped");
         }
         self.remote_inputs = None;
@@ -363,6 +411,8 @@ impl RankLoop {
                 let reason = format!("{}: {error}", self.name);
                 self.collective.abort(self.failure.get_or_init(|| reason));
             }
+            // The executor keeps another, whose end costs the ranks no time.
+            drop(input);
             let failed = result.is_err();
             let is_heard = self.outputs.as_ref().is_none_or(|outputs| outputs.send(result).is_ok());
             if failed || !is_heard {

@@ -86,6 +86,7 @@ impl Builder<'_> {
             token_ids: vec![0; len],
             start,
             block_tables,
+            drawn_idx: None,
             sample: Vec::new(),
             prompt_logprobs: false,
             num_padding: 0,

@@ -4,14 +4,15 @@
 //!
 //! Shape letters: `T` tokens in the step, `D` hidden size, `R` rows of a tile, `V` vocabulary.
 
+use crate::draws::Draws;
 use crate::layout::BatchBuilder;
 use crate::pipeline::RankMeter;
 use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, is_plain_greedy, prompt_row, sample_row};
 use crate::{EngineError, StepInput};
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
 use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
-use pagemill_scheduler::{SampledToken, ScheduledSequence, StepOutput, StepPlan, TokenLogprobs};
-use std::sync::atomic::Ordering;
+use pagemill_scheduler::{SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan, TokenLogprobs};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +38,9 @@ pub(crate) struct Worker {
     max_batch_tokens: usize,
     requests: RequestTable,
     batch: BatchBuilder,
+    draws: Draws,
+    /// What the step before drew, not yet in the requests' pasts.
+    drawn: Vec<(SequenceId, u32)>,
     copies: Vec<BlockCopy>,
     rows: Vec<u32>,
     row_jobs: Vec<RowJob>,
@@ -46,6 +50,7 @@ pub(crate) struct Worker {
     growths_at_start: u64,
     /// Time of the step at hand spent waiting for other stages.
     waited: Duration,
+    host: HostMarks,
     meter: Arc<RankMeter>,
 }
 
@@ -65,6 +70,17 @@ struct RowJob {
 struct RowResult {
     drawn: Vec<Drawn>,
     prompt: Option<TokenLogprobs>,
+}
+
+/// Points in time from which the host's share of a step is told.
+#[derive(Clone, Copy, Debug, Default)]
+struct HostMarks {
+    /// The step before left its draws in the host's hands.
+    drawn: Option<Instant>,
+    /// The batch is on the device.
+    packed: Option<Instant>,
+    /// The device has begun.
+    launched: Option<Instant>,
 }
 
 /// Keeps the backend's threads awake while it lives.
@@ -100,12 +116,15 @@ impl Worker {
             max_batch_tokens,
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
+            draws: Draws::default(),
+            drawn: Vec::new(),
             copies: Vec::new(),
             rows: Vec::new(),
             row_jobs: Vec::new(),
             scratches: Mutex::default(),
             growths_at_start: 0,
             waited: Duration::ZERO,
+            host: HostMarks::default(),
             meter: Arc::default(),
         }
     }
@@ -135,6 +154,11 @@ impl Worker {
         Arc::clone(&self.meter)
     }
 
+    /// How it knows the draws of the step before.
+    pub(crate) fn set_draws(&mut self, draws: Draws) {
+        self.draws = draws;
+    }
+
     /// Whether it is the one that samples.
     pub(crate) fn is_output_rank(&self) -> bool {
         self.stage().is_last() && self.rank() == 0
@@ -154,6 +178,7 @@ impl Worker {
         self.kv = kv;
         self.padding = padding;
         self.requests = RequestTable::default();
+        self.drawn.clear();
         self.growths_at_start = self.cx.backend.workspace().1;
         self.meter = Arc::default();
     }
@@ -165,28 +190,46 @@ impl Worker {
     pub(crate) fn run(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
         let started = Instant::now();
         self.waited = Duration::ZERO;
+        let drawn_before = self.host.drawn.take().filter(|_| !input.after_idle);
+        (self.host.packed, self.host.launched) = (None, None);
         let output = self.compute(input);
         let busy = started.elapsed().saturating_sub(self.waited);
+        self.count_host_time(started, drawn_before);
         self.meter.busy_us.fetch_add(u64::try_from(busy.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
         let grown = self.cx.backend.workspace().1 - self.growths_at_start;
         self.meter.workspace_grown.store(grown, Ordering::Relaxed);
         output
     }
 
+    /// Counts the host's share of a step that began at `started`; `drawn_before`: when the draws of the step before
+    /// were there, if this one could have followed at once.
+    fn count_host_time(&self, started: Instant, drawn_before: Option<Instant>) {
+        let add = |counter: &AtomicU64, from: Option<Instant>, to: Option<Instant>| {
+            let time = from.zip(to).map_or(Duration::ZERO, |(from, to)| to.saturating_duration_since(from));
+            counter.fetch_add(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        };
+        add(&self.meter.layout_ns, Some(started), self.host.packed);
+        if self.stage().count == 1 {
+            add(&self.meter.exposed_ns, drawn_before, self.host.launched);
+        }
+    }
+
     fn compute(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
         let plan = &input.plan;
+        self.draws.begin_step()?;
         let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        if self.stage().is_last() {
-            self.requests.update(&input.started, &input.ended, &input.ended_sequences);
-        }
         let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
         self.copy_blocks(plan)?;
         self.batch.clear(self.model.spec().kv_groups.len());
         for sequence in &plan.sequences {
-            self.batch.push(sequence, self.kv.spec().block_size)?;
+            self.batch.push(sequence, self.kv.spec().block_size, &self.draws)?;
         }
         num_padding -= self.push_padding(num_padding)?;
-        self.pass(|worker, hidden| worker.read_logits(plan, hidden, &mut output))?;
+        self.pass(|worker, hidden| {
+            worker.update_requests(input)?;
+            worker.read_logits(plan, hidden, &mut output)
+        })?;
+        self.draws.end_step(&output);
         while num_padding > 0 {
             self.batch.clear(self.model.spec().kv_groups.len());
             num_padding -= self.push_padding(num_padding)?;
@@ -259,16 +302,35 @@ impl Worker {
     fn forward(&mut self, incoming: Option<Tensor>) -> Result<Tensor, EngineError> {
         let layout = std::mem::take(&mut self.batch.layout);
         let batch = self.cx.backend.upload_batch(layout, self.kv.spec())?;
+        let packed = *self.host.packed.get_or_insert_with(Instant::now);
+        self.host.launched.get_or_insert(packed);
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };
         let hidden = match incoming {
             Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv)?,
             None => match self.cx.backend.replay(input.token_ids, &batch)? {
-                Some(hidden) => hidden,
+                Some(hidden) => {
+                    self.host.launched = Some(Instant::now());
+                    hidden
+                }
                 None => self.cx.backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
             },
         };
         self.batch.layout = batch.layout;
         Ok(hidden)
+    }
+
+    /// Takes into the requests' pasts what the step before drew, then what has begun and ended since. Not before the
+    /// layers are launched, which need none of it: a device need not wait for this.
+    fn update_requests(&mut self, input: &StepInput) -> Result<(), EngineError> {
+        for (id, token) in self.drawn.drain(..) {
+            let request = self
+                .requests
+                .get_mut(id.request)
+                .ok_or_else(|| EngineError::Internal(format!("request {} samples but never started", id.request.0)))?;
+            request.choice_mut(id.choice).push(token);
+        }
+        self.requests.update(&input.started, &input.ended, &input.ended_sequences);
+        Ok(())
     }
 
     /// Computes the logits that the plan asks for, tile by tile, and samples from them on one rank.
@@ -285,9 +347,10 @@ impl Worker {
                 continue;
             }
             let results = self.visit_tile(plan, tile, &mut logits)?;
+            self.host.drawn = Some(Instant::now());
             drop(logits);
             for (job, result) in tile.iter().zip(results) {
-                self.record(&plan.sequences[job.sequence_idx], job, result, output)?;
+                self.record(&plan.sequences[job.sequence_idx], job, result, output);
             }
         }
         jobs.clear();
@@ -386,14 +449,8 @@ impl Worker {
         held.unwrap_or_else(|| RowScratch::with_vocab(self.model.spec().vocab_size))
     }
 
-    /// Puts a row's result into the step's output and into the choices' pasts.
-    fn record(
-        &mut self,
-        sequence: &ScheduledSequence,
-        job: &RowJob,
-        result: RowResult,
-        output: &mut StepOutput,
-    ) -> Result<(), EngineError> {
+    /// Puts a row's result into the step's output, and sets it aside for the choices' pasts.
+    fn record(&mut self, sequence: &ScheduledSequence, job: &RowJob, result: RowResult, output: &mut StepOutput) {
         if let (Some((position, _)), Some(logprobs)) = (job.prompt_token, result.prompt) {
             match output.prompt_logprobs.last_mut() {
                 Some((id, _, entries)) if *id == sequence.id => entries.push(logprobs),
@@ -401,14 +458,8 @@ impl Worker {
             }
         }
         for (&id, drawn) in sequence.sample.iter().zip(result.drawn) {
-            if let Ok(token) = drawn.token {
-                let request = self.requests.get_mut(id.request).ok_or_else(|| {
-                    EngineError::Internal(format!("request {} samples but never started", id.request.0))
-                })?;
-                request.choice_mut(id.choice).push(token);
-            }
+            self.drawn.extend(drawn.token.as_ref().ok().map(|&token| (id, token)));
             output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
         }
-        Ok(())
     }
 }

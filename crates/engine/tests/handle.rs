@@ -127,7 +127,12 @@ fn shutdown_tells_the_living_after_the_step_in_hand() {
         let handle = handle.clone();
         move || handle.shutdown()
     });
-    wait_until("shutting down", || handle.submit(request(&prompt(2, 3), 5, 1).0) == Err(SubmitError::Draining));
+    wait_until("shutting down", || {
+        // Not `submit`, which would wait for the step in hand if it came too early.
+        let (sender, answer) = bounded(1);
+        handle.submit_with(request(&prompt(2, 3), 5, 1).0, Box::new(move |reply| drop(sender.send(reply))));
+        matches!(answer.try_recv(), Ok(Err(SubmitError::Draining | SubmitError::Stopped(_))))
+    });
     std::thread::sleep(Duration::from_millis(20));
     drop(open); // Every step runs from here on; 499 would be left.
     stopping.join().unwrap();

@@ -21,10 +21,12 @@ fn number() -> impl Strategy<Value = f32> {
 fn sequence() -> impl Strategy<Value = ScheduledSequence> {
     let tables = vec(vec(any::<u32>().prop_map(BlockId), 0..6), 0..3);
     let lists = (vec(any::<u32>(), 0..9), tables, vec(sequence_id(), 0..3));
-    (sequence_id(), lists, any::<u32>(), any::<bool>(), any::<u16>()).prop_map(
-        |(id, (token_ids, block_tables, sample), start, prompt_logprobs, num_padding)| ScheduledSequence {
+    let places = (option::of(any::<u32>()), any::<u32>());
+    (sequence_id(), lists, places, any::<bool>(), any::<u16>()).prop_map(
+        |(id, (token_ids, block_tables, sample), (drawn_idx, start), prompt_logprobs, num_padding)| ScheduledSequence {
             id,
             token_ids,
+            drawn_idx,
             start: start as usize,
             block_tables,
             sample,
@@ -62,13 +64,13 @@ fn step() -> impl Strategy<Value = Frame> {
         StartedRequest { id: RequestId(id), prompt: prompt.into(), sampling: Arc::new(sampling) }
     });
     let copies = vec((any::<u32>(), any::<u32>()), 0..3);
-    let ended = (vec(any::<u64>(), 0..3), vec(sequence_id(), 0..3));
+    let ended = (vec(any::<u64>(), 0..3), vec(sequence_id(), 0..3), any::<bool>());
     (any::<u64>(), copies, vec(sequence(), 0..4), vec(started, 0..3), ended).prop_map(
-        |(step, copies, sequences, started, (ended, ended_sequences))| {
+        |(step, copies, sequences, started, (ended, ended_sequences, after_idle))| {
             let copy = |(src, dst)| BlockCopy { src: BlockId(src), dst: BlockId(dst) };
             let plan = StepPlan { step, block_copies: copies.into_iter().map(copy).collect(), sequences };
             let ended = ended.into_iter().map(RequestId).collect();
-            Frame::Step(Arc::new(StepInput { plan, started, ended, ended_sequences }))
+            Frame::Step(Arc::new(StepInput { plan, started, ended, ended_sequences, after_idle }))
         },
     )
 }

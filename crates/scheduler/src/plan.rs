@@ -18,6 +18,9 @@ pub struct ScheduledSequence {
     pub id: SequenceId,
     /// The tokens to compute, at least one: positions `[start, start + token_ids.len())`.
     pub token_ids: Vec<u32>,
+    /// `Some(i)`: the last of `token_ids` is not known yet and stands as 0. It is token `i` of those that the
+    /// plan before this one draws (its [`StepOutput::sampled`]); whoever runs plans fills it in.
+    pub drawn_idx: Option<u32>,
     /// Tokens already in the cache before this step (`num_computed_tokens`).
     pub start: usize,
     /// One block table for each cache group. Entry `j` holds positions

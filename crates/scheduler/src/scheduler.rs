@@ -2,6 +2,7 @@
 //! between waiting and running; `continuous` and `static_batch` decide what runs, `apply` what
 //! a step's output means. Knows no clock, no thread and no tensor; blocks are `PagedKvCache`'s.
 
+mod ahead;
 mod apply;
 mod continuous;
 mod filler_governor;
@@ -45,6 +46,9 @@ pub struct SchedulerConfig {
     /// Steps in flight that the plans are to be cut for, at least 1: each takes about such a part of what
     /// is ready.
     pub micro_batches: usize,
+    /// Whether a sequence may be planned on the token that the plan in flight draws for it
+    /// ([`crate::ScheduledSequence::drawn_idx`]). Two plans are in flight at most then.
+    pub plan_ahead: bool,
     /// Stages of the pipeline that runs the plans, at least 1. From 2 on, sequences of negative priority
     /// only fill its bubbles while others live (continuous batching).
     pub num_stages: usize,
@@ -97,6 +101,10 @@ pub struct DynamicBatchScheduler {
     /// The last decode step that came home, if it was no filling one and has not been timed.
     finished_decode: Option<InFlightStep>,
     static_batch: Option<StaticBatch>,
+    /// A running sequence found no blocks for the newest plan, or took others'.
+    blocks_were_short: bool,
+    /// Running sequences that end with the plan in flight, whatever it draws; as of the plan being made.
+    num_leaving: usize,
     /// Number of the newest plan.
     step: u64,
     counters: SchedulerStats,
@@ -123,6 +131,8 @@ impl DynamicBatchScheduler {
             governor: FillerGovernor::new(),
             finished_decode: None,
             static_batch: None,
+            blocks_were_short: false,
+            num_leaving: 0,
             step: 0,
             counters: SchedulerStats::default(),
         }
@@ -210,10 +220,15 @@ impl DynamicBatchScheduler {
     /// has no output to apply.
     ///
     /// May be called again before the output of earlier plans is applied: a sequence whose next token
-    /// is not known yet is left out. Outputs are applied in the order of the plans.
+    /// is not known yet is left out, or under `plan_ahead` planned on it. Outputs are applied in the order
+    /// of the plans.
     pub fn schedule(&mut self, kv_cache: &mut PagedKvCache, now: Time) -> StepPlan {
         let mut step = StepBuilder::default();
         self.time_decode(now);
+        if self.must_wait_for_output() {
+            return self.empty_plan();
+        }
+        self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
         } else {
@@ -223,7 +238,7 @@ impl DynamicBatchScheduler {
         self.counters.padding_tokens += step.num_padding() as u64;
         self.counters.mixed_steps += u64::from(step.is_mixed());
         if step.is_empty() {
-            return StepPlan { step: self.step, ..StepPlan::default() };
+            return self.empty_plan();
         }
         self.step += 1;
         let (plan, mut in_flight) = step.finish(self.step, now);
@@ -234,7 +249,12 @@ impl DynamicBatchScheduler {
             in_flight.is_beside_filler = self.in_flight.iter().any(|step| step.is_filler);
         }
         self.in_flight.push_back(in_flight);
+        self.note_draws(&plan);
         plan
+    }
+
+    fn empty_plan(&self) -> StepPlan {
+        StepPlan { step: self.step, ..StepPlan::default() }
     }
 
     /// Whether anything waits, runs, or is still in flight.

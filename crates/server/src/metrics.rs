@@ -237,7 +237,7 @@ fn shared_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Re
 #[allow(clippy::cast_precision_loss)] // As above.
 fn own_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Reading)> {
     let kv = &status.kv_cache;
-    let memory = &status.memory;
+    let (memory, host) = (&status.memory, &status.host);
     vec![
         ("kv_blocks", "KV blocks in the pool", Reading::Gauge(kv.num_blocks as f64)),
         ("kv_blocks_free", "KV blocks that are free", Reading::Gauge(kv.num_free as f64)),
@@ -260,6 +260,16 @@ fn own_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Readi
         ("aborted_requests", "Requests aborted because nobody listened", Reading::Counter(status.aborted)),
         ("schedule_microseconds", "Time spent scheduling", Reading::Counter(status.schedule_us)),
         ("execute_microseconds", "Time spent executing", Reading::Counter(status.execute_us)),
+        ("host_schedule_microseconds", "Host time of planning steps", Reading::Counter(host.schedule_ns / 1000)),
+        ("host_layout_microseconds", "Host time of bringing batches to the device", {
+            Reading::Counter(host.layout_ns / 1000)
+        }),
+        ("host_apply_microseconds", "Host time of taking outputs in", Reading::Counter(host.apply_ns / 1000)),
+        ("host_deliver_microseconds", "Host time of telling listeners", Reading::Counter(host.deliver_ns / 1000)),
+        ("host_exposed_microseconds", "Host time between two steps for which the device waited", {
+            Reading::Counter(host.exposed_ns / 1000)
+        }),
+        ("steps_ahead", "Engine steps planned while the one before ran", Reading::Counter(host.steps_ahead)),
         ("workspace_grown", "Times the workspace grew after warm-up", Reading::Counter(status.workspace_grown)),
         ("weight_bytes", "Bytes of weights", Reading::Gauge(memory.weight_bytes as f64)),
         ("workspace_bytes", "Bytes of workspace", Reading::Gauge(memory.workspace_bytes as f64)),

@@ -2,6 +2,7 @@
 //! alone, so that a wrong, stale or foreign block changes the next token at once. Also judges the plans
 //! it is given; knows nothing of the scheduler's reasons.
 
+use crate::Draw;
 use crate::draw::mix;
 use crate::fake_model::{FakeModel, digest, first_read, kept_by, logprob_of, state_of, weighed};
 use pagemill_engine::{EngineError, Executor, RequestId, StartedRequest, StepInput};
@@ -64,6 +65,11 @@ pub struct FakeExecutor {
     touched: Vec<Touch>,
     live: BTreeMap<RequestId, LiveRequest>,
     in_flight: VecDeque<InFlight>,
+    /// Whether it fills in draws, and then when a step is about to end before its output is there.
+    ahead: Option<Draw>,
+    /// What the newest plan drew.
+    drawn: Vec<SampledToken>,
+    num_planned_on_ends: u64,
     faults: Vec<String>,
     num_reclaimed_seen: u64,
     step_fault_happened: bool,
@@ -81,10 +87,26 @@ impl FakeExecutor {
             touched: vec![Touch::default(); limits.num_blocks],
             live: BTreeMap::new(),
             in_flight: VecDeque::new(),
+            ahead: None,
+            drawn: Vec::new(),
+            num_planned_on_ends: 0,
             faults: Vec::new(),
             num_reclaimed_seen: 0,
             step_fault_happened: false,
         }
+    }
+
+    /// One that fills in draws; `draw` says when a step is about to end before its output is there.
+    #[must_use]
+    pub fn planned_ahead(mut self, draw: Draw) -> Self {
+        self.ahead = Some(draw);
+        self
+    }
+
+    /// Sequences planned on a token that ended them.
+    #[must_use]
+    pub fn num_planned_on_ends(&self) -> u64 {
+        self.num_planned_on_ends
     }
 
     /// What was wrong with the plans so far.
@@ -257,6 +279,24 @@ impl FakeExecutor {
         }
     }
 
+    /// Fills in the token that the plan before drew, if that is the sequence's.
+    fn fill_in(&mut self, sequence: &mut ScheduledSequence) {
+        let Some(idx) = sequence.drawn_idx else { return };
+        let drawn = self.drawn.get(idx as usize).filter(|drawn| drawn.id == sequence.id);
+        let (Some(SampledToken { token, .. }), Some(last)) = (drawn.cloned(), sequence.token_ids.last_mut()) else {
+            return self.find(format!("{:?} is planned on draw {idx}, which is not its own", sequence.id));
+        };
+        *last = *token.as_ref().unwrap_or(&0);
+        let Some(StartedRequest { prompt, sampling, .. }) =
+            self.live.get(&sequence.id.request).map(|request| &request.started)
+        else {
+            return;
+        };
+        let generated = (sequence.start + 1).saturating_sub(prompt.len());
+        let stops = |token| generated >= sampling.min_tokens && sampling.stop_token_ids.contains(token);
+        self.num_planned_on_ends += u64::from(token.as_ref().map_or(true, stops));
+    }
+
     /// Computes and writes a sequence's states; says prompt log-probabilities when they are wanted.
     fn compute(&mut self, sequence: &ScheduledSequence, output: &mut StepOutput) {
         let mut logprobs = Vec::new();
@@ -291,7 +331,10 @@ impl FakeExecutor {
         }
     }
 
-    fn run(&mut self, plan: &StepPlan) -> StepOutput {
+    fn run(&mut self, plan: &mut StepPlan) -> StepOutput {
+        for sequence in &mut plan.sequences {
+            self.fill_in(sequence);
+        }
         let block_size = self.limits.block_size;
         for copy in &plan.block_copies {
             let src = copy.src.0 as usize * block_size;
@@ -304,6 +347,7 @@ impl FakeExecutor {
         for sequence in plan.sequences.iter().filter(|sequence| !sequence.sample.is_empty()) {
             self.sample(sequence, &mut output);
         }
+        self.drawn.clone_from(&output.sampled);
         output
     }
 
@@ -322,12 +366,12 @@ impl Executor for FakeExecutor {
         if self.step_fault == Some(StepFault::Submit(input.plan.step)) {
             return Err(self.fail_step());
         }
-        if self.in_flight.len() >= self.limits.max_in_flight {
+        if self.in_flight.len() >= self.limits.max_in_flight + usize::from(self.ahead.is_some()) {
             self.find(format!("step {} is one too many in flight", input.plan.step));
         }
         self.hear_of_requests(&mut input);
         self.judge(&input.plan);
-        let output = self.run(&input.plan);
+        let output = self.run(&mut input.plan);
         let requests = input.plan.sequences.iter().map(|sequence| sequence.id.request).collect();
         self.in_flight.push_back(InFlight { output, requests });
         Ok(())
@@ -345,5 +389,13 @@ impl Executor for FakeExecutor {
 
     fn max_in_flight(&self) -> usize {
         self.limits.max_in_flight
+    }
+
+    fn fills_in_draws(&self) -> bool {
+        self.ahead.is_some()
+    }
+
+    fn await_planning(&mut self) -> Result<bool, EngineError> {
+        Ok(self.ahead.as_mut().is_some_and(|draw| !draw.one_in(4)))
     }
 }

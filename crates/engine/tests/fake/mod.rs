@@ -182,6 +182,7 @@ pub fn engine(sizes: &Sizes, script: Script) -> InferenceEngine<FakeExecutor> {
         continuous_batching: true,
         static_batch_wait_us: 0,
         micro_batches: 1,
+        plan_ahead: false,
         num_stages: 1,
     });
     let kv_cache = PagedKvCache::new(KvCacheConfig {

@@ -22,13 +22,14 @@ const MAX_SAMPLING_ENTRIES: usize = 1 << 16;
 /// Bytes that an entry of a list takes at least.
 const SEQUENCE_ID_BYTES: usize = 12;
 const COPY_BYTES: usize = 8;
-const SEQUENCE_BYTES: usize = SEQUENCE_ID_BYTES + 4 + 8 + 4 + 4 + 1 + 8;
+const SEQUENCE_BYTES: usize = SEQUENCE_ID_BYTES + 4 + 1 + 8 + 4 + 4 + 1 + 8;
 const STARTED_BYTES: usize = 8 + 4;
 const REQUEST_ID_BYTES: usize = 8;
 const BIAS_BYTES: usize = 8;
 
 pub(super) fn write(step: &StepInput, writer: &mut Writer<'_>) -> Result<(), FrameError> {
-    let StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences } = step;
+    let StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences, after_idle } =
+        step;
     writer.u64(*step);
     writer.count("block_copies", block_copies.len(), MAX_ENTRIES)?;
     for copy in block_copies {
@@ -47,6 +48,7 @@ pub(super) fn write(step: &StepInput, writer: &mut Writer<'_>) -> Result<(), Fra
     ended.iter().for_each(|id| writer.u64(id.0));
     writer.count("ended_sequences", ended_sequences.len(), MAX_ENTRIES)?;
     ended_sequences.iter().for_each(|id| write_sequence_id(*id, writer));
+    writer.flag(*after_idle);
     Ok(())
 }
 
@@ -65,7 +67,8 @@ pub(super) fn read(reader: &mut Reader<'_>) -> Result<StepInput, FrameError> {
     })?;
     let ended = reader.list("ended", MAX_ENTRIES, REQUEST_ID_BYTES, |reader| Ok(RequestId(reader.u64("ended")?)))?;
     let ended_sequences = reader.list("ended_sequences", MAX_ENTRIES, SEQUENCE_ID_BYTES, read_sequence_id)?;
-    Ok(StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences })
+    let after_idle = reader.flag("after_idle")?;
+    Ok(StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences, after_idle })
 }
 
 pub(super) fn write_sequence_id(id: SequenceId, writer: &mut Writer<'_>) {
@@ -78,9 +81,11 @@ pub(super) fn read_sequence_id(reader: &mut Reader<'_>) -> Result<SequenceId, Fr
 }
 
 fn write_sequence(sequence: &ScheduledSequence, writer: &mut Writer<'_>) -> Result<(), FrameError> {
-    let ScheduledSequence { id, token_ids, start, block_tables, sample, prompt_logprobs, num_padding } = sequence;
+    let ScheduledSequence { id, token_ids, drawn_idx, start, block_tables, sample, prompt_logprobs, num_padding } =
+        sequence;
     write_sequence_id(*id, writer);
     writer.list_u32("token_ids", token_ids.iter().copied(), MAX_TOKENS)?;
+    writer.option_u32(*drawn_idx);
     writer.size(*start);
     writer.count("block_tables", block_tables.len(), MAX_GROUPS)?;
     for table in block_tables {
@@ -97,6 +102,7 @@ fn read_sequence(reader: &mut Reader<'_>) -> Result<ScheduledSequence, FrameErro
     Ok(ScheduledSequence {
         id: read_sequence_id(reader)?,
         token_ids: reader.list_u32("token_ids", MAX_TOKENS)?,
+        drawn_idx: reader.option_u32("drawn_idx")?,
         start: reader.size("start")?,
         block_tables: reader.list("block_tables", MAX_GROUPS, 4, |reader| {
             Ok(reader.list_u32("block_table", MAX_BLOCKS)?.into_iter().map(BlockId).collect())

@@ -27,7 +27,7 @@ impl DynamicBatchScheduler {
             tokens.clear();
             tokens.extend(sampled.by_ref().take(entry.num_sampled));
             check_samples(entry, &tokens, flight.step);
-            if !self.mark_applied(entry, kv_cache) {
+            if !self.mark_applied(entry, flight.step, kv_cache) {
                 continue;
             }
             if entry.prompt_logprobs {
@@ -41,7 +41,7 @@ impl DynamicBatchScheduler {
     }
 
     /// The entry's tokens are in the cache; whether its sequence is still live.
-    fn mark_applied(&mut self, entry: InFlightEntry, kv_cache: &mut PagedKvCache) -> bool {
+    fn mark_applied(&mut self, entry: InFlightEntry, step: u64, kv_cache: &mut PagedKvCache) -> bool {
         self.counters.prompt_tokens += entry.num_prompt_tokens as u64;
         let sequence = self.sequence_mut(entry.id);
         sequence.num_in_flight -= 1;
@@ -54,6 +54,7 @@ impl DynamicBatchScheduler {
             return false;
         }
         sequence.num_applied = entry.end;
+        sequence.draw = sequence.draw.filter(|draw| draw.step != step);
         kv_cache.mark_computed(entry.id, &mut sequence.chain, &sequence.tokens, entry.end);
         true
     }

@@ -26,8 +26,8 @@ impl DynamicBatchScheduler {
 
     fn fill_with(&mut self, pass: Pass, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
         let mut budget = self.budget(pass);
-        let blocks_were_short = self.fill_running(pass, step, kv_cache, &mut budget);
-        if !blocks_were_short {
+        self.blocks_were_short = self.fill_running(pass, step, kv_cache, &mut budget);
+        if !self.blocks_were_short {
             self.admit_waiting(pass, step, kv_cache, &mut budget);
         }
     }
@@ -156,7 +156,7 @@ impl DynamicBatchScheduler {
         let num_held: usize = victims.iter().map(|victim| kv_cache.num_held(victim.id)).sum();
         let num_wanted = self.blocks_wanted(rank.id, hit, promised, kv_cache);
         let slots = self.config.max_batch_size + victims.len();
-        let Some(last) = victims.last().filter(|_| self.running.len() < slots) else { return false };
+        let Some(last) = victims.last().filter(|_| self.num_slots_taken() < slots) else { return false };
         if num_wanted > kv_cache.num_available() + num_held {
             return false;
         }
@@ -175,7 +175,8 @@ impl DynamicBatchScheduler {
         if sequence.num_remaining() == 0 {
             return 0;
         }
-        let peak = kv_cache.blocks_to_reach(sequence.num_computed, sequence.tokens.len());
+        let (num_computed, num_remaining) = (sequence.num_computed, sequence.num_remaining());
+        let peak = kv_cache.blocks_to_reach(num_computed, num_computed + num_remaining);
         peak.saturating_sub(kv_cache.num_held(id))
     }
 
@@ -193,7 +194,7 @@ impl DynamicBatchScheduler {
         if self.running.is_empty() {
             return true;
         }
-        self.running.len() < self.config.max_batch_size
+        self.num_slots_taken() < self.config.max_batch_size
             && self.blocks_wanted(id, hit, promised, kv_cache) <= kv_cache.num_available()
     }
 

@@ -5,12 +5,23 @@ use std::sync::Arc;
 use super::waiting::Rank;
 use crate::{BlockHashChain, FinishReason, RequestSpec, SampledToken, SequenceId};
 
+/// A token that a plan in flight draws.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Draw {
+    /// The plan.
+    pub(super) step: u64,
+    /// The token's place among those that the plan draws.
+    pub(super) idx: u32,
+}
+
 /// A live sequence: waiting, running, or ended with steps still in flight.
 ///
 /// ```text
 /// [0 ......... num_applied ......... num_computed ......... tokens.len())
 ///   done                 in flight                still to schedule
 /// ```
+///
+/// Planned ahead, `num_computed` is one more than `tokens.len()`: the plan in flight before draws that token.
 #[derive(Debug)]
 pub(super) struct Sequence {
     pub(super) id: SequenceId,
@@ -26,6 +37,8 @@ pub(super) struct Sequence {
     pub(super) num_applied: usize,
     /// Steps in flight that hold it.
     pub(super) num_in_flight: usize,
+    /// Where its next token comes from while a plan in flight draws it; under `plan_ahead` only.
+    pub(super) draw: Option<Draw>,
     /// Ended while a step in flight held it: gives its blocks back when that step is applied.
     pub(super) ended: bool,
     pub(super) chain: BlockHashChain,
@@ -52,6 +65,7 @@ impl Sequence {
             num_computed: 0,
             num_applied: 0,
             num_in_flight: 0,
+            draw: None,
             ended: false,
             chain: BlockHashChain::with_salt(spec.cache_salt.as_deref()),
             num_cached_tokens: None,
@@ -73,6 +87,7 @@ impl Sequence {
             num_computed: 0,
             num_applied: 0,
             num_in_flight: 0,
+            draw: None,
             ended: false,
             chain: self.chain.clone(),
             num_cached_tokens: self.num_cached_tokens,
@@ -82,9 +97,36 @@ impl Sequence {
         }
     }
 
-    /// Tokens known and not yet scheduled.
+    /// Tokens that can be scheduled: known ones, or one that a plan in flight draws.
     pub(super) fn num_remaining(&self) -> usize {
-        self.tokens.len() - self.num_computed
+        let awaited = self.draw.is_some() && self.num_computed == self.tokens.len() && self.goes_on();
+        self.tokens.len().saturating_sub(self.num_computed) + usize::from(awaited)
+    }
+
+    /// Whether it goes on by itself after the token that a plan in flight draws, for all that is known without
+    /// the token.
+    fn goes_on(&self) -> bool {
+        self.num_unforked == 0 && !self.is_last_token(self.tokens.len() + 1)
+    }
+
+    /// Whether it ends with the token that a plan in flight draws, whatever that is.
+    pub(super) fn is_leaving(&self) -> bool {
+        self.draw.is_some() && self.num_unforked == 0 && self.is_last_token(self.tokens.len() + 1)
+    }
+
+    /// Whether `max_tokens` are generated with `num_tokens` in all. That `max_seq_len` has room for them was asked
+    /// when the request came.
+    fn is_last_token(&self, num_tokens: usize) -> bool {
+        num_tokens >= self.prompt_len.saturating_add(self.spec.max_tokens)
+    }
+
+    /// Tokens `[num_computed, end)`, with 0 for one that is not known yet; and that one's place among those that
+    /// the plan in flight draws.
+    pub(super) fn tokens_until(&self, end: usize) -> (Vec<u32>, Option<u32>) {
+        let known = self.num_computed.min(self.tokens.len())..end.min(self.tokens.len());
+        let mut tokens = self.tokens[known].to_vec();
+        tokens.resize(end - self.num_computed, 0);
+        (tokens, self.draw.filter(|_| end > self.tokens.len()).map(|draw| draw.idx))
     }
 
     /// Its prompt is computed and exactly its newest token is not.
@@ -95,7 +137,7 @@ impl Sequence {
     /// Whether a step that computes up to `end` must say something about prompt positions not yet
     /// reported: position `p` is read from the logits of `p - 1`.
     pub(super) fn wants_prompt_logprobs(&self, end: usize) -> bool {
-        self.logprobs_from < self.prompt_len && self.logprobs_from <= end
+        self.logprobs_from < self.prompt_len && self.logprobs_from <= end && self.num_computed < self.prompt_len
     }
 
     /// Whether the prefix cache may serve it: not while its prompt's logits are still wanted.

@@ -60,9 +60,11 @@ impl StepBuilder {
         kv_cache: &PagedKvCache,
     ) {
         let (start, end) = (sequence.num_computed, sequence.num_computed + num_tokens);
+        let (token_ids, drawn_idx) = sequence.tokens_until(end);
         let scheduled = ScheduledSequence {
             id: sequence.id,
-            token_ids: sequence.tokens[start..end].to_vec(),
+            token_ids,
+            drawn_idx,
             start,
             block_tables: kv_cache.block_tables(sequence.id, end),
             sample: sequence.choices_sampled_at(end),

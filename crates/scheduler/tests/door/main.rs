@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, missing_docs)]
 
 mod admission;
+mod ahead;
 mod choices;
 mod ending;
 mod kv_cache;

@@ -165,6 +165,7 @@ struct Load {
     batch_tokens: usize,
     window: Option<usize>,
     depth: usize,
+    plan_ahead: bool,
     continuous: bool,
     requests: Vec<(u32, usize, usize, u32, i32)>,
 }
@@ -177,15 +178,17 @@ fn load() -> impl Strategy<Value = Load> {
         8usize..24,
         prop::option::of(1usize..12),
         1usize..4,
+        any::<bool>(),
         prop::bool::weighted(0.8),
         prop::collection::vec(one, 1..14),
     )
-        .prop_map(|(num_blocks, chunk, batch_tokens, window, depth, continuous, requests)| Load {
+        .prop_map(|(num_blocks, chunk, batch_tokens, window, depth, plan_ahead, continuous, requests)| Load {
             num_blocks,
             chunk,
             batch_tokens,
             window,
-            depth,
+            depth: if plan_ahead { 2 } else { depth },
+            plan_ahead,
             continuous,
             requests,
         })
@@ -200,6 +203,7 @@ fn run_load(load: &Load) {
         prefill_chunk_size: load.chunk,
         max_batch_tokens: load.batch_tokens,
         continuous_batching: load.continuous,
+        plan_ahead: load.plan_ahead,
         ..scheduler_config()
     };
     let cache = KvCacheConfig { groups, prefill_chunk_size: load.chunk, ..cache_config(load.num_blocks, 4) };

@@ -53,12 +53,14 @@ pub struct Memory {
     groups: Vec<CacheGroup>,
     block_size: usize,
     slots: Vec<Option<u64>>,
+    /// What the plan before drew.
+    drawn: Vec<(SequenceId, u32)>,
 }
 
 impl Memory {
     fn new(config: &KvCacheConfig) -> Self {
         let slots = vec![None; config.num_blocks * config.block_size];
-        Self { groups: config.groups.clone(), block_size: config.block_size, slots }
+        Self { groups: config.groups.clone(), block_size: config.block_size, slots, drawn: Vec::new() }
     }
 
     fn slot(&mut self, table: &[BlockId], position: usize) -> &mut Option<u64> {
@@ -75,7 +77,13 @@ impl Memory {
         let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
         for sequence in &plan.sequences {
             let mut last = 0;
-            for (offset, &token) in sequence.token_ids.iter().enumerate() {
+            let mut token_ids = sequence.token_ids.clone();
+            if let Some(idx) = sequence.drawn_idx {
+                let (owner, token) = self.drawn[idx as usize];
+                assert_eq!((owner, token_ids.pop()), (sequence.id, Some(0)), "another's draw");
+                token_ids.push(token);
+            }
+            for (offset, &token) in token_ids.iter().enumerate() {
                 last = self.compute(sequence, token, sequence.start + offset);
             }
             for &id in &sequence.sample {
@@ -87,6 +95,8 @@ impl Memory {
                 output.prompt_logprobs.push((sequence.id, start, vec![one; sequence.token_ids.len()]));
             }
         }
+        let drawn = output.sampled.iter().map(|sampled| (sampled.id, sampled.token.clone().unwrap_or(0)));
+        self.drawn = drawn.collect();
         output
     }
 
@@ -141,6 +151,7 @@ pub fn scheduler_config() -> SchedulerConfig {
         continuous_batching: true,
         static_batch_wait_us: 1_000,
         micro_batches: 1,
+        plan_ahead: false,
         num_stages: 1,
     }
 }
@@ -218,8 +229,9 @@ impl House {
         let block_size = self.kv.config().block_size;
         let mut chunk_seen = false;
         for sequence in &plan.sequences {
-            let is_decode =
-                sequence.token_ids.len() == 1 && !sequence.sample.is_empty() && self.tokens.contains_key(&sequence.id);
+            let is_decode = sequence.token_ids.len() == 1
+                && !sequence.sample.is_empty()
+                && (self.tokens.contains_key(&sequence.id) || sequence.drawn_idx.is_some());
             assert!(!(is_decode && chunk_seen), "a decode comes after a prompt chunk");
             chunk_seen |= !is_decode;
             assert!(sequence.token_ids.len() <= config.prefill_chunk_size);

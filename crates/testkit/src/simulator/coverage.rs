@@ -28,10 +28,16 @@ coverage! {
     histories,
     /// Of these, with several plans in flight.
     pipelined_histories,
+    /// Of these, with steps planned while the one before runs.
+    ahead_histories,
     /// Of these, with the contiguous layout.
     contiguous_histories,
     /// Steps run.
     steps,
+    /// Of these, planned while the one before ran.
+    steps_ahead,
+    /// Sequences planned on a token that ended them.
+    planned_on_ends,
     /// Requests taken.
     requests,
     /// Requests refused.
@@ -66,6 +72,8 @@ coverage! {
     preemptions,
     /// Of these, with several plans in flight.
     pipelined_preemptions,
+    /// Of these, with steps planned ahead.
+    ahead_preemptions,
     /// Tokens computed where a stage would have idled.
     filler_tokens,
     /// Cached blocks that made room.

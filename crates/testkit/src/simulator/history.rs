@@ -37,12 +37,10 @@ impl History {
         }
         let memory =
             UnifiedMemoryAllocator::new(MemoryPlan { num_blocks: setup.kv_cache.num_blocks, ..MemoryPlan::default() });
-        let engine = InferenceEngine::new(
-            DynamicBatchScheduler::new(setup.scheduler.clone()),
-            kv_cache,
-            FakeExecutor::new(setup.model.clone(), setup.executor, setup.step_fault),
-            memory,
-        );
+        let executor = FakeExecutor::new(setup.model.clone(), setup.executor, setup.step_fault);
+        let executor = if setup.scheduler.plan_ahead { executor.planned_ahead(setup.draw.clone()) } else { executor };
+        let engine =
+            InferenceEngine::new(DynamicBatchScheduler::new(setup.scheduler.clone()), kv_cache, executor, memory);
         Self {
             scrutiny: options.scrutiny,
             engine,
@@ -79,6 +77,10 @@ impl History {
         HistoryReport {
             coverage: Coverage {
                 histories: 1,
+                ahead_histories: u64::from(self.setup.scheduler.plan_ahead),
+                steps_ahead: self.engine.status().host.steps_ahead,
+                planned_on_ends: executor.num_planned_on_ends(),
+                ahead_preemptions: if self.setup.scheduler.plan_ahead { scheduler.preemptions } else { 0 },
                 pipelined_histories: u64::from(self.setup.executor.max_in_flight > 1),
                 contiguous_histories: u64::from(self.setup.kv_cache.layout == KvLayout::Contiguous),
                 steps: self.steps,
@@ -106,7 +108,7 @@ impl History {
         }
         let stepped = self.engine.step(self.clock.now());
         self.calls += 1;
-        self.steps += u64::from(matches!(stepped, Ok(true)));
+        self.steps = self.engine.status().steps;
         for listener in &mut self.listeners {
             listener.listen(&mut self.coverage)?;
         }

@@ -34,6 +34,7 @@ impl Setup {
             prefill_chunk_size: scheduler.prefill_chunk_size,
             max_in_flight: draw.pick(&[1, 1, 2, 3, 4]),
         };
+        scheduler.plan_ahead = executor.max_in_flight == 1 && !draw.one_in(3);
         scheduler.micro_batches = draw.pick(&[1, executor.max_in_flight]);
         scheduler.num_stages = draw.pick(&[1, 2, executor.max_in_flight]).min(executor.max_in_flight);
         let model = FakeModel { groups: kv_cache.groups.clone(), fails_one_in: draw.one_in(4).then_some(100) };
@@ -141,6 +142,7 @@ fn draw_scheduler(draw: &mut Draw) -> SchedulerConfig {
         continuous_batching: !draw.one_in(6),
         static_batch_wait_us: draw.pick(&[0, 500, 5_000]),
         micro_batches: 1,
+        plan_ahead: false,
         num_stages: 1,
     }
 }

@@ -2,7 +2,8 @@
 
 use anyhow::{Context, Result, bail};
 use pagemill_engine::{
-    EngineEvent, EngineHandle, EngineStatus, EventSink, Request, RequestId, SamplingParams, SinkClosed, SubmitError,
+    EngineEvent, EngineHandle, EngineStatus, EventSink, HostTime, Request, RequestId, SamplingParams, SinkClosed,
+    SubmitError,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -56,6 +57,16 @@ pub struct Job {
     pub arrival: f64,
     /// As the engine's: higher runs first.
     pub priority: i32,
+}
+
+/// The host's share of the steps, in microseconds a step.
+pub fn host_json(host: &HostTime) -> serde_json::Value {
+    let us = |sum_ns| host.us_a_step(sum_ns);
+    serde_json::json!({
+        "steps": host.steps, "steps_ahead": host.steps_ahead, "us_a_step": us(host.total_ns()),
+        "schedule_us": us(host.schedule_ns), "layout_us": us(host.layout_ns), "apply_us": us(host.apply_ns),
+        "deliver_us": us(host.deliver_ns), "not_hidden_us": us(host.exposed_ns),
+    })
 }
 
 /// Sends all jobs at their times and waits for their ends.

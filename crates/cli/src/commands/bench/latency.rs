@@ -1,11 +1,12 @@
 //! `pagemill bench latency`: prefill speed, decode speed and inter-token times at given batch sizes.
 
-use super::driver::{Job, RunResult, run};
+use super::driver::{Job, RunResult, host_json, run};
 use super::workload::{Random, quantile, random_prompt};
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
 use crate::{devices, loading};
 use anyhow::{Result, bail};
 use clap::Args;
+use pagemill_engine::HostTime;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -42,6 +43,8 @@ struct Row {
     decode_tok_s: Vec<f64>,
     inter_token_ms: Vec<f64>,
     first_token_ms: Vec<f64>,
+    /// Of the runs that count.
+    host: HostTime,
 }
 
 /// Measures.
@@ -111,7 +114,9 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
         decode_tok_s: Vec::new(),
         inter_token_ms: Vec::new(),
         first_token_ms: Vec::new(),
+        host: HostTime::default(),
     };
+    let mut warm = HostTime::default();
     for round in 0..=args.runs {
         let jobs = (0..batch_size)
             .map(|_| Job {
@@ -124,7 +129,10 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
         let result = run(&loaded.handle, jobs)?;
         if round > 0 {
             record(&mut row, args, &result);
+        } else {
+            warm = result.status.host;
         }
+        row.host = result.status.host.since(&warm);
     }
     Ok(row)
 }
@@ -203,6 +211,9 @@ fn print(
         ]);
     }
     writeln!(out, "{table}")?;
+    for row in rows {
+        writeln!(out, "batch {}: {}", row.batch_size, row.host)?;
+    }
     let parts: Vec<String> = start.parts.iter().map(|(name, ms)| format!("{name} {ms:.0}")).collect();
     writeln!(out, "from the start to the first token: {:.0} ms ({})", start.total, parts.join(", "))?;
     Ok(())
@@ -217,6 +228,7 @@ fn row_json(row: &Row) -> serde_json::Value {
         "decode_tok_s_median": quantile(&sorted(&row.decode_tok_s), 0.5),
         "first_token_ms_median": quantile(&sorted(&row.first_token_ms), 0.5),
         "inter_token_ms_p50": quantile(&itl, 0.5), "inter_token_ms_p99": quantile(&itl, 0.99),
+        "host": host_json(&row.host),
     })
 }
 

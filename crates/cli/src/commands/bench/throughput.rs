@@ -4,13 +4,14 @@
 
 mod served;
 
-use super::driver::{Job, RunResult, run};
+use super::driver::{Job, RunResult, host_json, run};
 use super::workload::{Lengths, Random, conversation_like, draw, quantile, random_prompt, read_trace};
 use crate::config::Config;
 use crate::loading;
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
 use anyhow::{Result, bail};
 use clap::Args;
+use pagemill_engine::HostTime;
 use pagemill_scheduler::KvLayout;
 use std::io::Write;
 use std::path::PathBuf;
@@ -80,6 +81,7 @@ struct Figures {
     peak_running: usize,
     preemptions: u64,
     padding_tokens: u64,
+    host: HostTime,
 }
 
 /// Measures.
@@ -232,6 +234,7 @@ impl Figures {
         self.peak_running = self.peak_running.max(result.peak_running);
         let after = &result.status.scheduler;
         self.preemptions += after.preemptions - before.scheduler.preemptions;
+        self.host = self.host.plus(&result.status.host.since(&before.host));
         self.padding_tokens += after.padding_tokens - before.scheduler.padding_tokens;
     }
 
@@ -314,6 +317,9 @@ fn print(
         ]);
     }
     writeln!(out, "{table}")?;
+    for (arm, f) in ARMS.iter().zip(figures) {
+        writeln!(out, "{}: {}", arm.name, f.host)?;
+    }
     let [static_contiguous, static_paged, contiguous, paged] = figures else {
         return Ok(());
     };
@@ -344,6 +350,6 @@ fn arm_json(arm: &Arm, f: &Figures) -> serde_json::Value {
         "first_token_s_p50": at(&f.first_token_s, 0.5), "first_token_s_p99": at(&f.first_token_s, 0.99),
         "inter_token_s_p99": at(&f.inter_token_s, 0.99), "peak_kv_bytes": f.peak_kv_bytes,
         "kv_bytes_per_sequence": at(&f.kv_bytes_per_sequence, 0.5), "peak_running": f.peak_running,
-        "preemptions": f.preemptions, "padding_tokens": f.padding_tokens,
+        "preemptions": f.preemptions, "padding_tokens": f.padding_tokens, "host": host_json(&f.host),
     })
 }

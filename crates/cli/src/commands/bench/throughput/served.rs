@@ -1,13 +1,13 @@
 //! The requests through the engine as `serve` runs it: continuous batching over paged KV, the device's own limits,
 //! all the memory that a server would take. Says how full its steps were.
 
-use super::super::driver::{RunResult, Timeline, run};
+use super::super::driver::{RunResult, Timeline, host_json, run};
 use super::{ThroughputArgs, Workload, at, jobs, warm_up_job};
 use crate::commands::bench::workload::{Lengths, Random};
 use crate::config::Config;
 use crate::{devices, loading};
 use anyhow::Result;
-use pagemill_engine::EngineStatus;
+use pagemill_engine::{EngineStatus, HostTime};
 use pagemill_scheduler::SchedulerStats;
 use std::io::Write;
 
@@ -25,6 +25,7 @@ struct Served {
     inter_token_ms: Vec<f64>,
     peak_running: usize,
     preemptions: u64,
+    host: HostTime,
 }
 
 /// Measures and prints.
@@ -63,6 +64,7 @@ impl Served {
             inter_token_ms: timelines.iter().flat_map(|t| t.tokens.windows(2)).map(|w| (w[1] - w[0]) * 1e3).collect(),
             peak_running: result.peak_running,
             preemptions: since(|s| s.preemptions),
+            host: result.status.host.since(&before.host),
         }
     }
 
@@ -88,6 +90,7 @@ impl Served {
             "first_token_ms_p50": at(&self.first_token_ms, 0.5), "first_token_ms_p99": at(&self.first_token_ms, 0.99),
             "inter_token_ms_p50": at(&self.inter_token_ms, 0.5), "inter_token_ms_p99": at(&self.inter_token_ms, 0.99),
             "peak_running": self.peak_running, "preemptions": self.preemptions,
+            "host": host_json(&self.host),
         })
     }
 }
@@ -160,6 +163,8 @@ fn print(
         ]);
     }
     writeln!(out, "{table}")?;
+    let host = runs.iter().fold(HostTime::default(), |sum, run| sum.plus(&run.host));
+    writeln!(out, "{host}")?;
     writeln!(out, "median: {total:.0} tok/s in and out, {output:.0} tok/s out")?;
     Ok(())
 }
