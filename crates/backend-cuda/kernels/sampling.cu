@@ -207,31 +207,43 @@ template <class Units> __device__ uint32_t draw_token(Row& row, Units units, dou
     return static_cast<uint32_t>(row.team_min(token));
 }
 
+// The cut of top-p: the fewest first in order whose share of what `outer` keeps reaches `p`.
+__device__ Cut top_p_cut(Row& row, const Softmax& softmax, const Cut& outer, float p, uint32_t cols) {
+    unsigned long long total = 0;
+    const auto units = [&](float logit, uint32_t place, uint32_t id) {
+        return outer.keeps(place, id) ? units_of(softmax.weight(logit)) : 0ull;
+    };
+    row.each([&](float logit, uint32_t id) { total += units(logit, place_of(logit), id); });
+    total = row.team_sum(total);
+    const double share = ceil(static_cast<double>(p) * __ull2double_rn(total));
+    const unsigned long long target = max(min(static_cast<unsigned long long>(share), total), 1ull);
+    // Tokens of at most so many units make up no more than what may be left out, all together: the cut lies before
+    // them, and most tokens of most rows need not be looked at. A little lower, for the rounding of weights.
+    const unsigned long long light = (total - target) / cols;
+    float limit = -INFINITY;
+    if (light != 0) {
+        const double exponent = log(__ull2double_rn(light)) - 44.0 * 0.69314718055994531 - 1e-3;
+        limit = __double2float_rd(softmax.max + exponent / softmax.inv_t);
+    }
+    const uint32_t last = min(outer.place, place_of(limit));
+    const Cut cut = row.search<true>(place_of(softmax.max), last, target, units);
+    return outer.keeps(cut) ? cut : outer;
+}
+
 // Chooses from a row whose edits are made and whose largest logit is `largest`.
-__device__ uint32_t choose(Row& row, const Task& task, float largest) {
+__device__ uint32_t choose(Row& row, const Task& task, float largest, uint32_t cols) {
     if (task.how == LARGEST) {
         uint32_t first = ALL;
         row.each([&](float logit, uint32_t id) { first = logit == largest ? min(first, id) : first; });
         return static_cast<uint32_t>(row.team_min(first));
     }
     const Softmax softmax{largest, task.inv_t};
-    Cut cut{ALL, ALL};
-    if (task.top_k != 0) {
-        const auto one = [](float, uint32_t, uint32_t) { return 1ull; };
-        cut = row.search<false>(one, [&](unsigned long long) { return task.top_k; });
-    }
-    if (task.top_p < 1.0f) {
-        const Cut outer = cut;
-        const auto units = [&](float logit, uint32_t place, uint32_t id) {
-            return outer.keeps(place, id) ? units_of(softmax.weight(logit)) : 0ull;
-        };
-        cut = row.search<true>(units, [&](unsigned long long total) {
-            const double share = ceil(static_cast<double>(task.top_p) * __ull2double_rn(total));
-            return max(min(static_cast<unsigned long long>(share), total), 1ull);
-        });
-    }
+    const Cut no_cut{place_of(-INFINITY), ALL};
+    Cut cut = no_cut;
+    if (task.top_k != 0) cut = row.first_tokens(largest, task.top_k);
+    if (task.top_p < 1.0f) cut = top_p_cut(row, softmax, cut, task.top_p, cols);
     const double uniform = __hiloint2double(task.uniform_high, task.uniform_low);
-    if (cut.place == ALL) {
+    if (no_cut.place == cut.place && cut.id == ALL) {
         const auto units = [&](float logit, uint32_t) {
             const float weight = softmax.weight(logit);
             return weight >= task.min_p ? units_of(weight) : 0ull;
@@ -247,10 +259,9 @@ __device__ uint32_t choose(Row& row, const Task& task, float largest) {
 }
 
 // Writes the `num_top` likeliest tokens of the row, best first.
-__device__ void report_top(Row& row, uint32_t num_top, Top* tops) {
+__device__ void report_top(Row& row, float largest, uint32_t num_top, Top* tops) {
     Shared& shared = row.shared;
-    const auto one = [](float, uint32_t, uint32_t) { return 1ull; };
-    const Cut cut = row.search<false>(one, [&](unsigned long long) { return num_top; });
+    const Cut cut = row.first_tokens(largest, num_top);
     if (threadIdx.x == 0) shared.list_len = 0;
     __syncthreads();
     row.each([&](float logit, uint32_t id) {
@@ -296,7 +307,7 @@ __device__ void run_task(Row& row, const SamplingArgs& args, const Task& task, O
         row.each([&](float logit, uint32_t) { sum += units_of(softmax.weight(logit)); });
         sum = row.team_sum(sum);
         if (is_leader) outcome.sum_low = static_cast<uint32_t>(sum), outcome.sum_high = static_cast<uint32_t>(sum >> 32);
-        if (task.num_top != 0) report_top(row, task.num_top, args.tops + task.top_at);
+        if (task.num_top != 0) report_top(row, largest, task.num_top, args.tops + task.top_at);
     }
     uint32_t token = task.token;
     if (task.how != GIVEN) {
@@ -309,7 +320,7 @@ __device__ void run_task(Row& row, const SamplingArgs& args, const Task& task, O
             row.each([&](float logit, uint32_t) { edited_best = min(edited_best, place_of(logit)); });
             largest = logit_at(static_cast<uint32_t>(row.team_min(edited_best)));
         }
-        token = choose(row, task, largest);
+        token = choose(row, task, largest, args.cols);
         if (edited && reports) edits.undo(row, logits);
     }
     if (is_leader) outcome.token = token;
@@ -320,6 +331,49 @@ __device__ void run_task(Row& row, const SamplingArgs& args, const Task& task, O
     row.each([&](float x, uint32_t id) { better += at.keeps(place_of(x), id) && id != token ? 1 : 0; });
     better = row.team_sum(better);
     if (is_leader) outcome.rank = static_cast<uint32_t>(better) + 1, outcome.logit = logit;
+}
+
+struct LargestArgs {
+    const float* x;           // [gridDim.x, cols]
+    unsigned long long* best; // [gridDim.x], all ones
+    uint32_t cols;
+};
+
+constexpr int LARGEST_THREADS = 256;
+constexpr int LARGEST_COLUMNS = 8192; // of a row that one thread block reads
+
+// The first token in order of each row: its place in the upper half, 0 for a row with a NaN, and its column. Thread
+// blocks in y share a row.
+extern "C" __global__ void __launch_bounds__(LARGEST_THREADS) largest_f32(LargestArgs args) {
+    const float* x = args.x + size_t(blockIdx.x) * args.cols;
+    const uint32_t begin = blockIdx.y * LARGEST_COLUMNS, end = min(begin + LARGEST_COLUMNS, args.cols);
+    uint32_t best = ALL, column = ALL;
+    // Ascending columns: the lowest of equals stays.
+    const auto look = [&](float logit, uint32_t at) {
+        const uint32_t place = isnan(logit) ? 0 : place_of(logit);
+        if (place < best) best = place, column = at;
+    };
+    if (args.cols % 4 == 0) {
+        constexpr int LOADS = LARGEST_COLUMNS / LARGEST_THREADS / 4;
+        float4 pack[LOADS];
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const uint32_t at = begin + (i * LARGEST_THREADS + threadIdx.x) * 4;
+            const float none = -INFINITY;
+            pack[i] = at < end ? *reinterpret_cast<const float4*>(x + at) : make_float4(none, none, none, none);
+        }
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+            const uint32_t at = begin + (i * LARGEST_THREADS + threadIdx.x) * 4;
+            look(pack[i].x, at), look(pack[i].y, at + 1), look(pack[i].z, at + 2), look(pack[i].w, at + 3);
+        }
+    } else {
+        for (uint32_t at = begin + threadIdx.x; at < end; at += LARGEST_THREADS) look(x[at], at);
+    }
+    unsigned long long first = static_cast<unsigned long long>(best) << 32 | column;
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) first = min(first, __shfl_xor_sync(ALL, first, step));
+    if (threadIdx.x % 32 == 0) atomicMin(args.best + blockIdx.x, first);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) sample_rows_f32(const __grid_constant__ SamplingArgs args) {

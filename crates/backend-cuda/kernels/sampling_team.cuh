@@ -22,11 +22,13 @@ constexpr uint32_t ALL = 0xffffffffu;
 static_assert(GROUP == 32 * 4, "a lane reads four tokens of a group");
 static_assert(THREADS >= BINS, "each bin has a thread");
 static_assert(MAX_TOP <= 32, "a lane for each reported token");
+static_assert(MAX_GROUPS * GROUP / COPIES <= 1 << 13, "sums of 19 bits fit 32");
 
 // Shared memory of a thread block beside its slice. What peers read has two places, used in turn: a place is written
 // again only after the next meeting of the team, before which everybody has read it.
 struct Shared {
-    uint32_t mass_low[BINS * COPIES], mass_high[BINS * COPIES], count[BINS * COPIES];
+    // A mass in parts of 19, 19 and 7 bits, so that nothing is carried while bins are filled.
+    uint32_t mass_low[BINS * COPIES], mass_middle[BINS * COPIES], mass_high[BINS * COPIES], count[BINS * COPIES];
     unsigned long long bin_mass[2][BINS]; // read by peers
     uint32_t bin_count[2][BINS];          // read by peers
     unsigned long long word[2];           // read by peers
@@ -86,6 +88,8 @@ struct Cut {
     __device__ __forceinline__ bool keeps(uint32_t other_place, uint32_t other_id) const {
         return other_place < place || (other_place == place && other_id <= id);
     }
+
+    __device__ __forceinline__ bool keeps(const Cut& other) const { return keeps(other.place, other.id); }
 };
 
 // `e^x` for x <= 0, the bits of `pagemill_backend::sampling::exp_neg`: no operation may be contracted.
@@ -174,7 +178,7 @@ struct Row {
 
     __device__ __forceinline__ void clear_bins() {
         for (int at = threadIdx.x; at < BINS * COPIES; at += THREADS) {
-            shared.mass_low[at] = 0, shared.mass_high[at] = 0, shared.count[at] = 0;
+            shared.mass_low[at] = 0, shared.mass_middle[at] = 0, shared.mass_high[at] = 0, shared.count[at] = 0;
         }
         __syncthreads();
     }
@@ -185,9 +189,9 @@ struct Row {
 
     __device__ __forceinline__ void add_mass(uint32_t bin, unsigned long long units) {
         const int at = copy_of(bin);
-        const uint32_t low = static_cast<uint32_t>(units);
-        const uint32_t old = atomicAdd(&shared.mass_low[at], low);
-        const uint32_t high = static_cast<uint32_t>(units >> 32) + (old + low < old ? 1u : 0u);
+        const uint32_t low = units & 0x7ffffu, middle = (units >> 19) & 0x7ffffu, high = units >> 38;
+        atomicAdd(&shared.mass_low[at], low);
+        if (middle != 0) atomicAdd(&shared.mass_middle[at], middle);
         if (high != 0) atomicAdd(&shared.mass_high[at], high);
     }
 
@@ -197,9 +201,9 @@ struct Row {
         uint32_t bin, count;
     };
 
-    // The first bin at which the sum of masses (or of counts) reaches `target_of(total)`, which is at least 1 and at
-    // most the total.
-    template <bool MASS, class Target> __device__ Found find_bin(Target target_of) {
+    // The first bin at which the sum of masses (or of counts) reaches `target`, which is at least 1 and at most the
+    // sum of all.
+    template <bool MASS> __device__ Found find_bin(unsigned long long target) {
         const int bin = threadIdx.x;
         __syncthreads();
         if (bin < BINS) {
@@ -208,7 +212,11 @@ struct Row {
 #pragma unroll
             for (int copy = 0; copy < COPIES; ++copy) {
                 const int at = bin * COPIES + copy;
-                if (MASS) mass += static_cast<unsigned long long>(shared.mass_high[at]) << 32 | shared.mass_low[at];
+                if (MASS) {
+                    mass += shared.mass_low[at];
+                    mass += static_cast<unsigned long long>(shared.mass_middle[at]) << 19;
+                    mass += static_cast<unsigned long long>(shared.mass_high[at]) << 38;
+                }
                 count += shared.count[at];
             }
             if (MASS) shared.bin_mass[turn][bin] = mass;
@@ -234,55 +242,57 @@ struct Row {
         }
         turn ^= 1;
         __syncthreads();
-        unsigned long long total = 0;
-#pragma unroll
-        for (int other = 0; other < BINS / 32; ++other) {
-            if (other < warp) through += shared.of_warp[other];
-            total += shared.of_warp[other];
-        }
-        const unsigned long long target = target_of(total);
-        if (bin < BINS && through - own < target && through >= target) {
-            shared.found_before = through - own, shared.found_bin = bin, shared.found_count = count;
+        if (bin < BINS) {
+            for (int other = 0; other < warp; ++other) through += shared.of_warp[other];
+            if (through - own < target && through >= target) {
+                shared.found_before = through - own, shared.found_bin = bin, shared.found_count = count;
+            }
         }
         __syncthreads();
         return Found{shared.found_before, shared.found_bin, shared.found_count};
     }
 
-    // The cut behind which the tokens that `units(logit, place, id)` does not give 0 sum up to `target_of(total)`, by
-    // as few of them as can be: their number if !MASS. Digit by digit of a token's place, then of its id, until one
-    // bin is kept whole.
-    template <bool MASS, class Units, class Target> __device__ Cut search(Units units, Target target_of) {
+    // Among the tokens with places in [first, last] that `units(logit, place, id)` does not give 0: the cut at which
+    // their sum (their number if !MASS) reaches `target`. Digit by digit of a place's distance from `first`, then of
+    // the id, until a bin is kept whole. Tokens that are given 0 may lie before the cut.
+    template <bool MASS, class Units>
+    __device__ Cut search(uint32_t first, uint32_t last, unsigned long long target, Units units) {
+        const int place_levels = max(1, (32 - __clz(last - first) + 7) / 8);
         uint32_t prefix = 0, id_prefix = 0;
-        unsigned long long target = 0;
-        for (int level = 0; level < 7; ++level) {
+        for (int level = 0; level < place_levels + 3; ++level) {
+            const bool by_place = level < place_levels;
+            const bool is_first = level == 0 || level == place_levels; // of the place's digits, or of the id's
+            const int shift = by_place ? 8 * (place_levels - 1 - level) : 8 * (place_levels + 2 - level);
+            const uint32_t known = by_place ? prefix : id_prefix;
             clear_bins();
-            // Of a place's 32 bits or an id's 24.
-            const int shift = level < 4 ? 24 - 8 * level : 16 - 8 * (level - 4);
-            const uint32_t known = level < 4 ? prefix : id_prefix;
             each([&](float logit, uint32_t id) {
-                const uint32_t place = place_of(logit);
-                if (level >= 4 && place != prefix) return;
-                const uint32_t digits = (level < 4 ? place : id) >> shift;
-                if (level != 0 && level != 4 && digits >> 8 != known) return;
+                const uint32_t place = place_of(logit), distance = place - first;
+                if (by_place ? distance > last - first : distance != prefix) return;
+                const uint32_t digits = (by_place ? distance : id) >> shift;
+                if (!is_first && digits >> 8 != known) return;
                 const unsigned long long mass = units(logit, place, id);
                 if (mass == 0) return;
                 if (MASS) add_mass(digits & 255, mass);
-                // Early bins are full, and never kept whole.
-                if (!MASS || level >= 2) add_count(digits & 255);
+                // The first bins are full, and hardly ever kept whole.
+                if (!MASS || level > 0) add_count(digits & 255);
             });
-            const Found found = find_bin<MASS>([&](unsigned long long total) {
-                if (level == 0) target = target_of(total);
-                return target;
-            });
+            const Found found = find_bin<MASS>(target);
             target -= found.before;
-            (level < 4 ? prefix : id_prefix) = known << 8 | found.bin;
+            (by_place ? prefix : id_prefix) = known << 8 | found.bin;
             const bool whole = MASS ? found.count == 1 : target == found.count;
-            if (level >= 2 && whole) {
+            if (whole) {
                 const uint32_t rest = (1u << shift) - 1;
-                return level < 4 ? Cut{prefix << shift | rest, ALL} : Cut{prefix, id_prefix << shift | rest};
+                if (!by_place) return Cut{first + prefix, id_prefix << shift | rest};
+                return Cut{first + min(prefix << shift | rest, last - first), ALL};
             }
         }
-        return Cut{prefix, id_prefix}; // one token is always a whole bin
+        return Cut{first + prefix, id_prefix}; // one token is always a whole bin
+    }
+
+    // The cut of the first `count` tokens in order; there are as many.
+    __device__ Cut first_tokens(float largest, uint32_t count) {
+        const auto one = [](float, uint32_t, uint32_t) { return 1ull; };
+        return search<false>(place_of(largest), place_of(-INFINITY), count, one);
     }
 };
 

@@ -17,17 +17,18 @@ use tasks::TaskSampler;
 
 /// Threads that visit rows at most.
 const MAX_VISITORS: usize = 16;
-const ARGMAX_THREADS: u32 = 256;
-/// Columns of a row that one block reads at least.
-const ARGMAX_COLUMNS: u32 = 8192;
-/// The upper halves of ranks (`rank_of` in rows.cu) of -∞ and of +∞; NaN lies above.
-const BELOW_FINITE: u32 = 0x007f_ffff;
-const ABOVE_FINITE: u32 = 0xff80_0000;
+/// `LARGEST_THREADS` in sampling.cu.
+const LARGEST_THREADS: u32 = 256;
+/// Columns of a row that one thread block reads: `LARGEST_COLUMNS`.
+const LARGEST_COLUMNS: u32 = 8192;
+/// The places (`place_of` in sampling_team.cuh) of +∞ and of -∞; NaN lies before.
+const BEFORE_FINITE: u32 = 0x007f_ffff;
+const BEHIND_FINITE: u32 = 0xff80_0000;
 
-/// `ArgmaxArgs` in rows.cu.
+/// `LargestArgs` in sampling.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ArgmaxArgs {
+struct LargestArgs {
     x: u64,
     best: u64,
     cols: u32,
@@ -37,7 +38,7 @@ struct ArgmaxArgs {
 pub(crate) struct Results {
     device: Arc<Device>,
     workspace: Arc<Workspace>,
-    argmax: Function,
+    largest: Function,
     tasks: TaskSampler,
     readback: Mutex<Readback>,
 }
@@ -52,7 +53,7 @@ impl Results {
         Ok(Self {
             device: Arc::clone(device),
             workspace: Arc::clone(workspace),
-            argmax: Function(kernels.get("argmax_f32")?),
+            largest: Function(kernels.get("largest_f32")?),
             tasks: TaskSampler::new(device, kernels)?,
             readback: Mutex::new(Readback::new(device)),
         })
@@ -92,22 +93,22 @@ impl Results {
         rows: usize,
         outcomes: &mut Vec<Option<RowOutcome>>,
     ) -> Result<(), BackendError> {
-        let ranks = self.workspace.take(rows * 8)?;
+        let best = self.workspace.take(rows * 8)?;
         // SAFETY: a word of eight bytes for each row.
-        unsafe { result::memset_d8_async(ranks.address(), 0, rows * 8, self.device.stream()) }
-            .map_err(|error| self.device.fault("zeroing memory", error))?;
-        let args = ArgmaxArgs { x, best: ranks.address(), cols };
+        unsafe { result::memset_d8_async(best.address(), 0xff, rows * 8, self.device.stream()) }
+            .map_err(|error| self.device.fault("setting memory", error))?;
+        let args = LargestArgs { x, best: best.address(), cols };
         let grid_rows = u32::try_from(rows).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
-        let across = cols.div_ceil(ARGMAX_COLUMNS);
+        let across = cols.div_ceil(LARGEST_COLUMNS);
         // SAFETY: the struct is the kernel's; the op checked that x has so many rows.
-        unsafe { self.device.launch(self.argmax.0, (grid_rows, across), ARGMAX_THREADS, 0, &args) }?;
+        unsafe { self.device.launch(self.largest.0, (grid_rows, across), LARGEST_THREADS, 0, &args) }?;
         let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the words were zeroed and the kernel has written them.
-        let halves = unsafe { readback.read(ranks.address(), rows * 2) }?;
+        // SAFETY: the words were set and the kernel has written them.
+        let halves = unsafe { readback.read(best.address(), rows * 2) }?;
         outcomes.extend(halves.chunks_exact(2).map(|halves| {
             let (low, high) = (halves[0].to_bits(), halves[1].to_bits());
-            let is_finite = high > BELOW_FINITE && high < ABOVE_FINITE;
-            is_finite.then_some(RowOutcome { token: u32::MAX - low, report: None })
+            let is_finite = high > BEFORE_FINITE && high < BEHIND_FINITE;
+            is_finite.then_some(RowOutcome { token: low, report: None })
         }));
         Ok(())
     }
