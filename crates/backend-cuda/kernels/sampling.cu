@@ -54,8 +54,9 @@ struct SamplingArgs {
     uint32_t slice_groups; // groups of a slice
 };
 
-// Copies the slice from memory; gives the place of its largest logit, 0 if it holds what no row may hold.
-__device__ unsigned long long load_slice(Row& row, const float* logits, uint32_t len, bool wide) {
+// Copies the slice from memory; gives the place of the first of this thread's tokens, 0 if there is one that no row may
+// hold.
+__device__ uint32_t load_slice(Row& row, const float* logits, uint32_t len, bool wide) {
     const uint32_t padded = row.num_groups * GROUP;
     for (uint32_t at = threadIdx.x * 4; at < padded; at += THREADS * 4) {
         if (wide && at + 4 <= len) {
@@ -230,8 +231,9 @@ __device__ Cut top_p_cut(Row& row, const Softmax& softmax, const Cut& outer, flo
     return outer.keeps(cut) ? cut : outer;
 }
 
-// Chooses from a row whose edits are made and whose largest logit is `largest`.
-__device__ uint32_t choose(Row& row, const Task& task, float largest, uint32_t cols) {
+// Chooses from a row whose edits are made.
+__device__ uint32_t choose(Row& row, const Task& task, const Extent& extent, uint32_t cols) {
+    const float largest = extent.largest();
     if (task.how == LARGEST) {
         uint32_t first = ALL;
         row.each([&](float logit, uint32_t id) { first = logit == largest ? min(first, id) : first; });
@@ -240,7 +242,7 @@ __device__ uint32_t choose(Row& row, const Task& task, float largest, uint32_t c
     const Softmax softmax{largest, task.inv_t};
     const Cut no_cut{place_of(-INFINITY), ALL};
     Cut cut = no_cut;
-    if (task.top_k != 0) cut = row.first_tokens(largest, task.top_k);
+    if (task.top_k != 0) cut = row.first_tokens(extent, task.top_k);
     if (task.top_p < 1.0f) cut = top_p_cut(row, softmax, cut, task.top_p, cols);
     const double uniform = __hiloint2double(task.uniform_high, task.uniform_low);
     if (no_cut.place == cut.place && cut.id == ALL) {
@@ -259,9 +261,9 @@ __device__ uint32_t choose(Row& row, const Task& task, float largest, uint32_t c
 }
 
 // Writes the `num_top` likeliest tokens of the row, best first.
-__device__ void report_top(Row& row, float largest, uint32_t num_top, Top* tops) {
+__device__ void report_top(Row& row, const Extent& extent, uint32_t num_top, Top* tops) {
     Shared& shared = row.shared;
-    const Cut cut = row.first_tokens(largest, num_top);
+    const Cut cut = row.first_tokens(extent, num_top);
     if (threadIdx.x == 0) shared.list_len = 0;
     __syncthreads();
     row.each([&](float logit, uint32_t id) {
@@ -293,21 +295,20 @@ __device__ void run_task(Row& row, const SamplingArgs& args, const Task& task, O
     const float* logits = whole + row.first_id;
     const uint32_t len = row.first_id < args.cols ? min(args.cols - row.first_id, row.num_groups * GROUP) : 0;
     const bool is_leader = row.rank == 0 && threadIdx.x == 0;
-    const unsigned long long best = row.team_min(load_slice(row, logits, len, args.cols % 4 == 0));
-    if (best == 0 || best == place_of(-INFINITY)) {
+    Extent extent = row.extent(load_slice(row, logits, len, args.cols % 4 == 0));
+    if (extent.first == 0 || extent.first == place_of(-INFINITY)) {
         if (is_leader) outcome.is_good = 0;
         return;
     }
-    float largest = logit_at(static_cast<uint32_t>(best));
-    if (is_leader) outcome.is_good = 1, outcome.max = largest;
+    if (is_leader) outcome.is_good = 1, outcome.max = extent.largest();
     const bool reports = task.num_top != NO_REPORT;
     if (reports) {
-        const Softmax softmax{largest, 1.0f};
+        const Softmax softmax{extent.largest(), 1.0f};
         unsigned long long sum = 0;
         row.each([&](float logit, uint32_t) { sum += units_of(softmax.weight(logit)); });
         sum = row.team_sum(sum);
         if (is_leader) outcome.sum_low = static_cast<uint32_t>(sum), outcome.sum_high = static_cast<uint32_t>(sum >> 32);
-        if (task.num_top != 0) report_top(row, largest, task.num_top, args.tops + task.top_at);
+        if (task.num_top != 0) report_top(row, extent, task.num_top, args.tops + task.top_at);
     }
     uint32_t token = task.token;
     if (task.how != GIVEN) {
@@ -316,11 +317,11 @@ __device__ void run_task(Row& row, const SamplingArgs& args, const Task& task, O
         if (edited) {
             __syncthreads();
             edits.apply(row);
-            uint32_t edited_best = ALL;
-            row.each([&](float logit, uint32_t) { edited_best = min(edited_best, place_of(logit)); });
-            largest = logit_at(static_cast<uint32_t>(row.team_min(edited_best)));
+            uint32_t first = ALL;
+            row.each([&](float logit, uint32_t) { first = min(first, place_of(logit)); });
+            extent = row.extent(first);
         }
-        token = choose(row, task, largest, args.cols);
+        token = choose(row, task, extent, args.cols);
         if (edited && reports) edits.undo(row, logits);
     }
     if (is_leader) outcome.token = token;

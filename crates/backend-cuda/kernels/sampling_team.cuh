@@ -16,6 +16,7 @@ constexpr int GROUP = 128;    // neighbouring tokens that a warp reads at once, 
 constexpr int MAX_GROUPS = 368; // of a slice: what fits into shared memory
 constexpr int BINS = 256;     // a digit of a token's place in the order
 constexpr int COPIES = 8;     // of each bin, so that at most four lanes of a warp meet in one
+constexpr int COPY_WORDS = BINS + 4; // so that the copies of a bin lie in different banks
 constexpr int MAX_TOP = 32;   // likeliest tokens that are reported: a warp sorts them
 constexpr uint32_t ALL = 0xffffffffu;
 
@@ -23,12 +24,14 @@ static_assert(GROUP == 32 * 4, "a lane reads four tokens of a group");
 static_assert(THREADS >= BINS, "each bin has a thread");
 static_assert(MAX_TOP <= 32, "a lane for each reported token");
 static_assert(MAX_GROUPS * GROUP / COPIES <= 1 << 13, "sums of 19 bits fit 32");
+static_assert(COPIES * COPY_WORDS % 4 == 0, "bins are cleared four at a time");
 
 // Shared memory of a thread block beside its slice. What peers read has two places, used in turn: a place is written
 // again only after the next meeting of the team, before which everybody has read it.
 struct Shared {
     // A mass in parts of 19, 19 and 7 bits, so that nothing is carried while bins are filled.
-    uint32_t mass_low[BINS * COPIES], mass_middle[BINS * COPIES], mass_high[BINS * COPIES], count[BINS * COPIES];
+    alignas(16) uint32_t count[COPIES * COPY_WORDS];
+    uint32_t mass_low[COPIES * COPY_WORDS], mass_middle[COPIES * COPY_WORDS], mass_high[COPIES * COPY_WORDS];
     unsigned long long bin_mass[2][BINS]; // read by peers
     uint32_t bin_count[2][BINS];          // read by peers
     unsigned long long word[2];           // read by peers
@@ -126,6 +129,14 @@ __device__ __forceinline__ unsigned long long units_of(float weight) {
     return (mantissa << 21) >> min(127u - (bits >> 23), 63u);
 }
 
+// What a pass over all logits finds.
+struct Extent {
+    uint32_t first;          // place of the row's first token; 0: it holds what no row may hold
+    uint32_t last_of_firsts; // of the first tokens of all warps, the last's place: TEAM * WARPS tokens lie there or before
+
+    __device__ __forceinline__ float largest() const { return logit_at(first); }
+};
+
 // One thread block's view of the row.
 struct Row {
     Shared& shared;
@@ -168,6 +179,18 @@ struct Row {
         return x;
     }
 
+    // The extent of the row, given the place of each thread's first token.
+    __device__ Extent extent(uint32_t first) {
+        first = __reduce_min_sync(ALL, first);
+        const unsigned long long both = static_cast<unsigned long long>(first) << 32 | first;
+        const unsigned long long found = team(both, [](unsigned long long a, unsigned long long b) {
+            const uint32_t low = max(static_cast<uint32_t>(a), static_cast<uint32_t>(b));
+            return (min(a, b) & 0xffffffff00000000ull) | low;
+        });
+        const uint32_t last = min(static_cast<uint32_t>(found), place_of(-INFINITY));
+        return Extent{static_cast<uint32_t>(found >> 32), last};
+    }
+
     __device__ unsigned long long team_sum(unsigned long long x) {
         return team(x, [](unsigned long long a, unsigned long long b) { return a + b; });
     }
@@ -176,14 +199,16 @@ struct Row {
         return team(x, [](unsigned long long a, unsigned long long b) { return min(a, b); });
     }
 
-    __device__ __forceinline__ void clear_bins() {
-        for (int at = threadIdx.x; at < BINS * COPIES; at += THREADS) {
-            shared.mass_low[at] = 0, shared.mass_middle[at] = 0, shared.mass_high[at] = 0, shared.count[at] = 0;
+    template <bool MASS> __device__ __forceinline__ void clear_bins() {
+        // Masses lie behind the counts.
+        uint4* words = reinterpret_cast<uint4*>(shared.count);
+        for (int at = threadIdx.x; at < COPIES * COPY_WORDS / 4 * (MASS ? 4 : 1); at += THREADS) {
+            words[at] = make_uint4(0, 0, 0, 0);
         }
         __syncthreads();
     }
 
-    __device__ __forceinline__ int copy_of(uint32_t bin) const { return bin * COPIES + lane % COPIES; }
+    __device__ __forceinline__ int copy_of(uint32_t bin) const { return lane % COPIES * COPY_WORDS + bin; }
 
     __device__ __forceinline__ void add_count(uint32_t bin) { atomicAdd(&shared.count[copy_of(bin)], 1u); }
 
@@ -211,7 +236,7 @@ struct Row {
             uint32_t count = 0;
 #pragma unroll
             for (int copy = 0; copy < COPIES; ++copy) {
-                const int at = bin * COPIES + copy;
+                const int at = copy * COPY_WORDS + bin;
                 if (MASS) {
                     mass += shared.mass_low[at];
                     mass += static_cast<unsigned long long>(shared.mass_middle[at]) << 19;
@@ -264,7 +289,7 @@ struct Row {
             const bool is_first = level == 0 || level == place_levels; // of the place's digits, or of the id's
             const int shift = by_place ? 8 * (place_levels - 1 - level) : 8 * (place_levels + 2 - level);
             const uint32_t known = by_place ? prefix : id_prefix;
-            clear_bins();
+            clear_bins<MASS>();
             each([&](float logit, uint32_t id) {
                 const uint32_t place = place_of(logit), distance = place - first;
                 if (by_place ? distance > last - first : distance != prefix) return;
@@ -290,9 +315,10 @@ struct Row {
     }
 
     // The cut of the first `count` tokens in order; there are as many.
-    __device__ Cut first_tokens(float largest, uint32_t count) {
+    __device__ Cut first_tokens(const Extent& extent, uint32_t count) {
         const auto one = [](float, uint32_t, uint32_t) { return 1ull; };
-        return search<false>(place_of(largest), place_of(-INFINITY), count, one);
+        const uint32_t last = count <= TEAM * WARPS ? extent.last_of_firsts : place_of(-INFINITY);
+        return search<false>(extent.first, last, count, one);
     }
 };
 
