@@ -53,6 +53,12 @@ fn slice_groups(cols: u32) -> u32 {
     cols.div_ceil(GROUP).div_ceil(TEAM)
 }
 
+/// The lower and the upper half of a double's bits.
+fn halves(value: f64) -> [u32; 2] {
+    let [a, b, c, d, e, f, g, h] = value.to_bits().to_le_bytes();
+    [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h])]
+}
+
 /// The tasks of one launch as the kernel takes them.
 #[derive(Debug, Default)]
 struct Packed {
@@ -83,7 +89,7 @@ impl Packed {
                 Choice::Given(token) => (2, token, None),
             };
             let bits = |value: Option<f32>| value.unwrap_or(0.0).to_bits();
-            let uniform = draw.map_or(0.0, |draw| draw.uniform).to_bits();
+            let uniform = halves(draw.map_or(0.0, |draw| draw.uniform));
             let words: [u32; TASK_WORDS] = [
                 u32::try_from(task.row).ok()?,
                 how,
@@ -105,8 +111,8 @@ impl Packed {
                 counts.1,
                 masked.0,
                 masked.1,
-                (uniform & u64::from(u32::MAX)) as u32,
-                (uniform >> 32) as u32,
+                uniform[0],
+                uniform[1],
             ];
             self.words[idx * TASK_WORDS..(idx + 1) * TASK_WORDS].copy_from_slice(&words);
         }
@@ -252,6 +258,7 @@ fn team_function(device: &Device, kernels: &Kernels) -> Result<Function, Backend
 }
 
 #[cfg(test)]
+#[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
     use pagemill_backend::sampling::{Draw, LogitEdits};
@@ -279,7 +286,8 @@ mod tests {
         let second = &of_tasks[TASK_WORDS..2 * TASK_WORDS];
         assert_eq!(second[3], 0, "50 of 40 are all");
         assert_eq!(second[10..20], [NO_REPORT, 20, 0, 1, 2, 3, 5, 2, 9, 0]);
-        assert_eq!(second[20..], [0, (0.25_f64.to_bits() >> 32) as u32]);
+        assert_eq!(second[20..], halves(0.25));
+        assert_eq!(halves(f64::from_bits(0x0123_4567_89ab_cdef)), [0x89ab_cdef, 0x0123_4567]);
         assert_eq!(packed.num_results(), 3 * OUTCOME_WORDS + 2 * 40);
     }
 
