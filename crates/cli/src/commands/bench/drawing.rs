@@ -24,7 +24,8 @@ impl DrawingArgs {
     /// # Errors
     /// A value out of its range.
     pub fn params(&self, seed: u64) -> Result<SamplingParams> {
-        if !(0.0..=100.0).contains(&self.temperature) || !(self.top_p > 0.0 && self.top_p <= 1.0) {
+        let is_share = self.top_p > 0.0 && self.top_p <= 1.0;
+        if !is_share || !(0.0..=100.0).contains(&self.temperature) {
             bail!("temperature must be from 0 to 100, top_p above 0 and at most 1");
         }
         let (temperature, top_p, top_k) = (self.temperature, self.top_p, self.top_k);
