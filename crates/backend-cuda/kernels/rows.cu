@@ -182,30 +182,3 @@ extern "C" __global__ void gather_rows(GatherArgs args) {
         copy_row<uint16_t>(from, to, args.row_bytes);
     }
 }
-
-struct ArgmaxArgs {
-    const float* x;               // [gridDim.x, cols]
-    unsigned long long* best;     // [gridDim.x], zeroed
-    uint32_t cols;
-};
-
-// Orders as (value, lower column first); above everything: a NaN.
-__device__ __forceinline__ unsigned long long rank_of(float value, uint32_t column) {
-    if (isnan(value)) return ~0ull;
-    // -0 and 0 are equal.
-    const uint32_t bits = value == 0.0f ? 0u : __float_as_uint(value);
-    const uint32_t ordered = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-    return (static_cast<unsigned long long>(ordered) << 32) | (0xffffffffu - column);
-}
-
-// The rank of the row's largest element, the lowest of equals: its column in the lower half, counted down from
-// 0xffffffff. Several blocks in y share a row.
-extern "C" __global__ void argmax_f32(ArgmaxArgs args) {
-    const float* x = args.x + size_t(blockIdx.x) * args.cols;
-    unsigned long long best = 0;
-    for (uint32_t c = blockIdx.y * blockDim.x + threadIdx.x; c < args.cols; c += gridDim.y * blockDim.x) {
-        best = max(best, rank_of(x[c], c));
-    }
-    for (int step = 16; step > 0; step /= 2) best = max(best, __shfl_xor_sync(~0u, best, step));
-    if (threadIdx.x % 32 == 0) atomicMax(args.best + blockIdx.x, best);
-}

@@ -27,6 +27,7 @@ use crate::sampling::Results;
 use crate::staging::PieceUploader;
 use cudarc::driver::result;
 use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
+use pagemill_backend::sampling::{RowOutcome, RowTask};
 use pagemill_backend::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
     DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows,
@@ -247,7 +248,7 @@ impl Backend for CudaBackend {
     fn workspace(&self) -> (usize, u64) {
         let (temporaries, growths) = self.workspace.held();
         let kept = self.linear.len_bytes() + lock(&self.batch).len_bytes() + lock(&self.records).len_bytes();
-        (temporaries + kept + self.attention.len_bytes(), growths)
+        (temporaries + kept + self.attention.len_bytes() + self.results.len_bytes(), growths)
     }
 
     fn alloc_kv(&self, spec: &KvPoolSpec) -> Result<KvPool, BackendError> {
@@ -554,13 +555,18 @@ impl Backend for CudaBackend {
         self.rows.soft_cap(view("soft_cap", x)?, cap, x.rows() * x.cols())
     }
 
-    fn argmax_rows(&self, x: &Tensor, out: &mut [Option<u32>]) -> Result<bool, BackendError> {
-        const OP: &str = "argmax_rows";
-        ensure(OP, x.rows() == out.len() && x.cols() > 0, || {
-            (format!("{} rows of at least one column", out.len()), format!("[{}, {}]", x.rows(), x.cols()))
+    fn sample_rows(
+        &self,
+        logits: &Tensor,
+        tasks: &[RowTask<'_>],
+        outcomes: &mut Vec<Option<RowOutcome>>,
+    ) -> Result<bool, BackendError> {
+        const OP: &str = "sample_rows";
+        let (rows, cols) = (logits.rows(), to_u32(OP, "columns", logits.cols())?);
+        ensure(OP, cols > 0 && tasks.iter().all(|task| task.row < rows), || {
+            ("tasks of its rows, which have a column".into(), format!("[{rows}, {cols}]"))
         })?;
-        self.results.argmax(view_f32(OP, x)?, to_u32(OP, "columns", x.cols())?, out)?;
-        Ok(true)
+        self.results.sample(view_f32(OP, logits)?, (rows, cols), tasks, outcomes)
     }
 
     fn to_host(&self, x: &Tensor, out: &mut [f32]) -> Result<(), BackendError> {

@@ -178,6 +178,27 @@ impl Device {
         .map_err(|error| self.fault("launching a kernel", error))
     }
 
+    /// As [`Self::launch`], of a kernel whose thread blocks work in clusters of `cluster` neighbours in x (compute
+    /// capability 9).
+    ///
+    /// # Safety
+    /// As for [`Self::launch`]. `cluster` divides the grid and is the size that the kernel was written for.
+    pub(crate) unsafe fn launch_cluster<A: Copy>(
+        &self,
+        function: sys::CUfunction,
+        grid: (u32, u32),
+        cluster: u32,
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+    ) -> Result<(), BackendError> {
+        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        let mut value = sys::CUlaunchAttributeValue { pad: [0; 64] };
+        value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster, y: 1, z: 1 };
+        // SAFETY: this function's contract.
+        unsafe { self.launch_with(function, grid, threads, shared_bytes, args, (id, value)) }
+    }
+
     /// As [`Self::launch`], of a kernel that may begin while the one before it on the stream still runs
     /// (programmatic dependent launch, compute capability 9; elsewhere a plain launch). Also while recording: the
     /// graph keeps the edge as it is.
@@ -198,12 +219,27 @@ impl Device {
             // SAFETY: this function's contract.
             return unsafe { self.launch(function, grid, threads, shared_bytes, args) };
         }
+        let id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        let value = sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 };
+        // SAFETY: this function's contract.
+        unsafe { self.launch_with(function, grid, threads, shared_bytes, args, (id, value)) }
+    }
+
+    /// As [`Self::launch`], with one attribute.
+    ///
+    /// # Safety
+    /// As for [`Self::launch`]; the kernel was written for the attribute.
+    unsafe fn launch_with<A: Copy>(
+        &self,
+        function: sys::CUfunction,
+        grid: (u32, u32),
+        threads: u32,
+        shared_bytes: u32,
+        args: &A,
+        (id, value): (sys::CUlaunchAttributeID, sys::CUlaunchAttributeValue),
+    ) -> Result<(), BackendError> {
         self.bind()?;
-        let mut attribute = sys::CUlaunchAttribute {
-            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
+        let mut attribute = sys::CUlaunchAttribute { id, pad: [0; 4], value };
         let config = sys::CUlaunchConfig {
             gridDimX: grid.0,
             gridDimY: grid.1,

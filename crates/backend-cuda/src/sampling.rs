@@ -1,5 +1,7 @@
-//! What comes back to the host: logits row by row, or only the column of each row's largest. Decides on how many
-//! threads rows are visited; knows no request.
+//! What comes back to the host: what was chosen of each row, or whole rows. Decides which kernel chooses, and on how
+//! many threads rows are visited; knows no request.
+
+mod tasks;
 
 use crate::device::Device;
 use crate::images::Kernels;
@@ -8,21 +10,25 @@ use crate::rows::Function;
 use crate::staging::Readback;
 use cudarc::driver::result;
 use pagemill_backend::BackendError;
+use pagemill_backend::sampling::{Choice, RowOutcome, RowTask};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use tasks::TaskSampler;
 
 /// Threads that visit rows at most.
 const MAX_VISITORS: usize = 16;
-const ARGMAX_THREADS: u32 = 256;
-/// Columns of a row that one block reads at least.
-const ARGMAX_COLUMNS: u32 = 8192;
-/// What the kernel writes for a row that holds a NaN.
-const NOT_A_NUMBER: u64 = u64::MAX;
+/// `LARGEST_THREADS` in sampling.cu.
+const LARGEST_THREADS: u32 = 256;
+/// Columns of a row that one thread block reads: `LARGEST_COLUMNS`.
+const LARGEST_COLUMNS: u32 = 8192;
+/// The places (`place_of` in sampling_team.cuh) of +∞ and of -∞; NaN lies before.
+const BEFORE_FINITE: u32 = 0x007f_ffff;
+const BEHIND_FINITE: u32 = 0xff80_0000;
 
-/// `ArgmaxArgs` in rows.cu.
+/// `LargestArgs` in sampling.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct ArgmaxArgs {
+struct LargestArgs {
     x: u64,
     best: u64,
     cols: u32,
@@ -32,7 +38,8 @@ struct ArgmaxArgs {
 pub(crate) struct Results {
     device: Arc<Device>,
     workspace: Arc<Workspace>,
-    argmax: Function,
+    largest: Function,
+    tasks: TaskSampler,
     readback: Mutex<Readback>,
 }
 
@@ -46,30 +53,63 @@ impl Results {
         Ok(Self {
             device: Arc::clone(device),
             workspace: Arc::clone(workspace),
-            argmax: Function(kernels.get("argmax_f32")?),
+            largest: Function(kernels.get("largest_f32")?),
+            tasks: TaskSampler::new(device, kernels)?,
             readback: Mutex::new(Readback::new(device)),
         })
     }
 
-    /// The column of each row's largest element of x `[rows, cols]`, f32.
-    pub(crate) fn argmax(&self, x: u64, cols: u32, out: &mut [Option<u32>]) -> Result<(), BackendError> {
-        let rows = u32::try_from(out.len()).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
-        let ranks = self.workspace.take(out.len() * 8)?;
-        // SAFETY: a word of eight bytes for each row.
-        unsafe { result::memset_d8_async(ranks.address(), 0, out.len() * 8, self.device.stream()) }
-            .map_err(|error| self.device.fault("zeroing memory", error))?;
-        let args = ArgmaxArgs { x, best: ranks.address(), cols };
-        let across = cols.div_ceil(ARGMAX_COLUMNS);
-        // SAFETY: the struct is the kernel's; the op checked that x has a row for each of `out`.
-        unsafe { self.device.launch(self.argmax.0, (rows, across), ARGMAX_THREADS, 0, &args) }?;
-        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the words were zeroed and the kernel has written them.
-        let halves = unsafe { readback.read(ranks.address(), out.len() * 2) }?;
-        for (out, halves) in out.iter_mut().zip(halves.chunks_exact(2)) {
-            let (low, high) = (halves[0].to_bits(), halves[1].to_bits());
-            let rank = u64::from(high) << 32 | u64::from(low);
-            *out = (rank != NOT_A_NUMBER).then_some(u32::MAX - low);
+    /// Bytes held.
+    pub(crate) fn len_bytes(&self) -> usize {
+        self.tasks.len_bytes()
+    }
+
+    /// Runs the tasks over logits `[rows, cols]`, f32; every task's row is below `rows`. False: not taken.
+    pub(crate) fn sample(
+        &self,
+        logits: u64,
+        (rows, cols): (usize, u32),
+        tasks: &[RowTask<'_>],
+        outcomes: &mut Vec<Option<RowOutcome>>,
+    ) -> Result<bool, BackendError> {
+        outcomes.clear();
+        if tasks.is_empty() {
+            return Ok(true);
         }
+        let is_plain = |(row, task): (usize, &RowTask<'_>)| {
+            task.row == row && task.choice == Choice::Largest && task.edits.is_empty() && task.num_top.is_none()
+        };
+        if tasks.len() == rows && tasks.iter().enumerate().all(is_plain) {
+            return self.largest(logits, cols, rows, outcomes).map(|()| true);
+        }
+        self.tasks.run(logits, cols, tasks, outcomes)
+    }
+
+    /// The first of every row of x `[rows, cols]`, f32.
+    fn largest(
+        &self,
+        x: u64,
+        cols: u32,
+        rows: usize,
+        outcomes: &mut Vec<Option<RowOutcome>>,
+    ) -> Result<(), BackendError> {
+        let best = self.workspace.take(rows * 8)?;
+        // SAFETY: a word of eight bytes for each row.
+        unsafe { result::memset_d8_async(best.address(), 0xff, rows * 8, self.device.stream()) }
+            .map_err(|error| self.device.fault("setting memory", error))?;
+        let args = LargestArgs { x, best: best.address(), cols };
+        let grid_rows = u32::try_from(rows).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
+        let across = cols.div_ceil(LARGEST_COLUMNS);
+        // SAFETY: the struct is the kernel's; the op checked that x has so many rows.
+        unsafe { self.device.launch(self.largest.0, (grid_rows, across), LARGEST_THREADS, 0, &args) }?;
+        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the words were set and the kernel has written them.
+        let halves = unsafe { readback.read(best.address(), rows * 2) }?;
+        outcomes.extend(halves.chunks_exact(2).map(|halves| {
+            let (low, high) = (halves[0].to_bits(), halves[1].to_bits());
+            let is_finite = high > BEFORE_FINITE && high < BEHIND_FINITE;
+            is_finite.then_some(RowOutcome { token: low, report: None })
+        }));
         Ok(())
     }
 

@@ -17,6 +17,7 @@ pub mod error;
 pub mod kv;
 pub mod meter;
 pub mod ops;
+pub mod sampling;
 pub mod tensor;
 
 pub use batch::{BatchLayout, DeviceBatch, GroupLayout};

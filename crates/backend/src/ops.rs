@@ -11,6 +11,7 @@
 //!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 //!   Only [`Backend::gated_mlp`] may leave out roundings to an activation's type on the way.
 
+use crate::sampling::{RowOutcome, RowTask};
 use crate::{
     BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor, Weight, composed,
 };
@@ -430,10 +431,16 @@ pub trait Backend: Send + Sync {
     /// `x = cap * tanh(x / cap)`.
     fn soft_cap(&self, x: &mut Tensor, cap: f32) -> Result<(), BackendError>;
 
-    /// The column of each row's largest element of `x` `[rows, cols]` (the lowest of equals), or `None` for a
-    /// row that holds a NaN, into `out` `[rows]`. False, and nothing done, where the host reads rows as
-    /// fast as the device. Waits for the device.
-    fn argmax_rows(&self, _x: &Tensor, _out: &mut [Option<u32>]) -> Result<bool, BackendError> {
+    /// What each task gets of its row of `logits` `[R, V]`, in f32, into `outcomes` (cleared first): `None` for a row
+    /// that holds NaN or +∞, or nothing but −∞. Logits are left as they are. False, and nothing done, where the host is
+    /// to do it with [`Backend::for_each_row`]: it reads rows as fast as the device, or the device does not take these
+    /// tasks. Waits for the device once; a few bytes a task come back.
+    fn sample_rows(
+        &self,
+        _logits: &Tensor,
+        _tasks: &[RowTask<'_>],
+        _outcomes: &mut Vec<Option<RowOutcome>>,
+    ) -> Result<bool, BackendError> {
         Ok(false)
     }
 

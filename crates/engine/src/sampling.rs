@@ -21,7 +21,9 @@ pub struct SamplingParams {
     pub frequency_penalty: f32,
     /// Added to logits. Ids `< vocab_size`; sorted by id, unique.
     pub logit_bias: Vec<(u32, f32)>,
-    /// Same seed and prompt: same text, whatever else runs. Choice `i` of `n` draws from its own stream.
+    /// Same seed and prompt: same text, whatever else runs on this kind of device (another kind may draw the neighbour
+    /// of a token where the random number lies within rounding of their boundary). Choice `i` of `n` draws from its own
+    /// stream.
     pub seed: u64,
     /// Report log-probabilities with this many likeliest tokens beside the chosen one.
     pub logprobs: Option<u32>,

@@ -7,8 +7,12 @@
 use crate::draws::Draws;
 use crate::layout::BatchBuilder;
 use crate::pipeline::RankMeter;
-use crate::sampler::{Drawn, RequestState, RequestTable, RowScratch, is_plain_greedy, prompt_row, sample_row};
+use crate::sampler::{
+    Drawn, RequestState, RequestTable, RowScratch, choice_task, drawn, prompt_logprobs, prompt_row, prompt_task,
+    sample_row,
+};
 use crate::{EngineError, StepInput};
+use pagemill_backend::sampling::RowTask;
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
 use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
 use pagemill_scheduler::{SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan, TokenLogprobs};
@@ -387,11 +391,11 @@ impl Worker {
         })
     }
 
-    /// Samples a tile's rows `[R, V]`, on as many threads as the backend likes.
+    /// Samples a tile's rows `[R, V]`: on the device if it takes them, else on as many threads as it likes.
     fn visit_tile(&self, plan: &StepPlan, tile: &[RowJob], logits: &mut Tensor) -> Result<Vec<RowResult>, EngineError> {
         let requests: Vec<&RequestState> =
             tile.iter().map(|job| self.request(&plan.sequences[job.sequence_idx])).collect::<Result<_, _>>()?;
-        if let Some(results) = self.choose_greedily(plan, tile, &requests, logits)? {
+        if let Some(results) = self.sample_on_device(plan, tile, &requests, logits)? {
             return Ok(results);
         }
         let slots: Vec<OnceLock<RowResult>> = tile.iter().map(|_| OnceLock::new()).collect();
@@ -420,28 +424,36 @@ impl Worker {
             .collect()
     }
 
-    /// A tile's results where every row only asks for its likeliest token and the device finds it without
-    /// the host reading the row.
-    fn choose_greedily(
+    /// A tile's results from a device that samples where the logits are; `None` from one that does not take them.
+    fn sample_on_device(
         &self,
         plan: &StepPlan,
         tile: &[RowJob],
         requests: &[&RequestState],
         logits: &Tensor,
     ) -> Result<Option<Vec<RowResult>>, EngineError> {
-        let choices = |job: &RowJob| plan.sequences[job.sequence_idx].sample.iter().map(|id| id.choice);
-        let plain = tile.iter().zip(requests).all(|(job, request)| {
-            job.samples && job.prompt_token.is_none() && choices(job).all(|choice| is_plain_greedy(request, choice))
-        });
-        let mut largest = vec![None; tile.len()];
-        if !plain || !self.cx.backend.argmax_rows(logits, &mut largest)? {
+        let choices = |job: &RowJob| {
+            let sample = if job.samples { plan.sequences[job.sequence_idx].sample.as_slice() } else { &[] };
+            sample.iter().map(|id| id.choice)
+        };
+        let mut tasks: Vec<RowTask<'_>> = Vec::with_capacity(tile.len());
+        for (row, (job, &request)) in tile.iter().zip(requests).enumerate() {
+            tasks.extend(job.prompt_token.map(|(_, token)| prompt_task(row, request, token)));
+            tasks.extend(choices(job).map(|choice| choice_task(row, request, choice)));
+        }
+        let mut outcomes = Vec::with_capacity(tasks.len());
+        if !self.cx.backend.sample_rows(logits, &tasks, &mut outcomes)? {
             return Ok(None);
         }
-        let results = tile.iter().zip(largest).map(|(job, token)| {
-            let drawn = choices(job).map(|_| Drawn::greedy(token)).collect();
-            RowResult { drawn, prompt: None }
+        let mut outcomes = outcomes.into_iter();
+        let mut next =
+            || outcomes.next().ok_or_else(|| EngineError::Internal("the device left a row of logits out".into()));
+        let results = tile.iter().map(|job| {
+            let prompt = job.prompt_token.map(|_| next().map(prompt_logprobs)).transpose()?;
+            let drawn = choices(job).map(|_| next().map(drawn)).collect::<Result<_, _>>()?;
+            Ok(RowResult { drawn, prompt })
         });
-        Ok(Some(results.collect()))
+        results.collect::<Result<_, _>>().map(Some)
     }
 
     fn take_scratch(&self) -> RowScratch {

@@ -7,5 +7,6 @@ mod attention;
 mod linear;
 mod loading;
 mod rows;
+mod sampling;
 mod support;
 mod zoo;

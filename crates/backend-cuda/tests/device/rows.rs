@@ -94,32 +94,6 @@ fn rows_are_gathered_and_embedded() {
 }
 
 #[test]
-fn the_largest_column_is_found() {
-    let Some(gpu) = gpu(ACTIVATIONS[1]) else { return };
-    for (rows, cols) in [(1, 1), (1, 4097), (17, 128_256), (256, 513)] {
-        let mut random = Random::new(cols as u64);
-        // Few different values, so that the lowest of equals matters.
-        let mut data: Vec<f32> = (0..rows * cols).map(|_| random.below(50) as f32 - 25.0).collect();
-        let mut want: Vec<Option<u32>> = data
-            .chunks_exact(cols)
-            .map(|row| {
-                let most = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-                row.iter().position(|&x| x == most).map(|at| at as u32)
-            })
-            .collect();
-        if rows > 3 {
-            data[2 * cols + cols / 2] = f32::NAN;
-            want[2] = None;
-            data[3 * cols..4 * cols].fill(f32::NEG_INFINITY);
-            want[3] = Some(0);
-        }
-        let mut found = vec![Some(7); rows];
-        assert!(gpu.argmax_rows(&tensor(&gpu, rows, cols, &data), &mut found).unwrap());
-        assert_eq!(found, want, "[{rows}, {cols}]");
-    }
-}
-
-#[test]
 fn rows_come_back_once_each() {
     let Some(gpu) = gpu(ACTIVATIONS[1]) else { return };
     let data = Random::new(3).normal(77 * 130);

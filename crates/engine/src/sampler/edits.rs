@@ -35,14 +35,14 @@ impl Edits {
             for &id in state.prompt_ids() {
                 self.edit(row, id, penalise);
             }
-            for (id, _) in state.output_counts() {
+            for &(id, _) in state.output_counts() {
                 if state.prompt_ids().binary_search(&id).is_err() {
                     self.edit(row, id, penalise);
                 }
             }
         }
         if params.presence_penalty != 0.0 || params.frequency_penalty != 0.0 {
-            for (id, count) in state.output_counts() {
+            for &(id, count) in state.output_counts() {
                 // Counts stay far below 2^24, where f32 is exact.
                 let penalty = params.presence_penalty + params.frequency_penalty * count as f32;
                 self.edit(row, id, |logit| logit - penalty);

@@ -42,18 +42,19 @@ impl RowLogprobs {
         let at = Candidate { logit, id: token };
         let better = (0u32..).zip(row).filter(|&(id, &x)| x > at.logit || (x == at.logit && id < at.id)).count();
         TokenLogprobs {
-            logprob: self.logprob(logit),
+            logprob: logprob(logit, self.log_sum),
             rank: u32::try_from(better + 1).unwrap_or(u32::MAX),
-            top: self.top.iter().map(|c| (c.id, self.logprob(c.logit))).collect(),
+            top: self.top.iter().map(|c| (c.id, logprob(c.logit, self.log_sum))).collect(),
         }
     }
+}
 
-    #[allow(clippy::cast_possible_truncation)] // f64 to f32 rounds
-    fn logprob(&self, logit: f32) -> f32 {
-        let logprob = (f64::from(logit) - self.log_sum) as f32;
-        // Never NaN: `log_sum` is finite. A probability cannot exceed 1, whatever rounding says.
-        logprob.clamp(IMPOSSIBLE, 0.0)
-    }
+/// The log-probability of a logit, given `ln Σ exp` of its row.
+#[allow(clippy::cast_possible_truncation)] // f64 to f32 rounds
+pub(crate) fn logprob(logit: f32, log_sum: f64) -> f32 {
+    let logprob = (f64::from(logit) - log_sum) as f32;
+    // Never NaN: `log_sum` is finite. A probability cannot exceed 1, whatever rounding says.
+    logprob.clamp(IMPOSSIBLE, 0.0)
 }
 
 /// What stands for a row without a distribution (NaN logits).

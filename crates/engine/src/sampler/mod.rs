@@ -3,7 +3,8 @@
 //!
 //! A row's result depends on the row, the request's parameters and the sequence's own past only: rows
 //! may be sampled in any order and on any thread. Read `edits` (bias, penalties, masks) → `select`
-//! (top_k, top_p, min_p without sorting the vocabulary) → `draw` (the random number) → `logprobs`.
+//! (top_k, top_p, min_p without sorting the vocabulary) → `draw` (the random number) → `logprobs`; and `tasks`, for
+//! devices that sample themselves.
 //!
 //! Shape letters: `V` vocabulary.
 
@@ -13,10 +14,12 @@ mod logprobs;
 mod select;
 mod softmax;
 mod state;
+mod tasks;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use state::{RequestState, RequestTable};
+pub(crate) use tasks::{choice_task, drawn, prompt_logprobs, prompt_task};
 
 use crate::SamplingParams;
 use edits::Edits;
@@ -52,26 +55,6 @@ pub(crate) struct Drawn {
     pub(crate) token: Result<u32, String>,
     /// When the request asked for them.
     pub(crate) logprobs: Option<TokenLogprobs>,
-}
-
-impl Drawn {
-    /// What a greedy choice gets from a row whose largest logit is at `largest`; `None`: the row holds a NaN.
-    pub(crate) fn greedy(largest: Option<u32>) -> Self {
-        Self { token: largest.ok_or_else(|| NAN_LOGITS.to_owned()), logprobs: None }
-    }
-}
-
-/// Whether the next token of `choice` is simply the likeliest of the raw row, and nothing else is asked.
-pub(crate) fn is_plain_greedy(request: &RequestState, choice: u32) -> bool {
-    let params = request.params.as_ref();
-    let masked = request.choice(choice).output_len() < params.min_tokens && !params.stop_token_ids.is_empty();
-    is_greedy(params)
-        && params.logprobs.is_none()
-        && params.logit_bias.is_empty()
-        && params.repetition_penalty == 1.0
-        && params.presence_penalty == 0.0
-        && params.frequency_penalty == 0.0
-        && !masked
 }
 
 fn is_greedy(params: &SamplingParams) -> bool {

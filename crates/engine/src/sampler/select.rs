@@ -4,7 +4,8 @@
 //!
 //! Shape letters: `V` vocabulary.
 
-use super::softmax::{CHUNK, CHUNK_IDS, chunk_sum_exp, exp_neg, sum_exp};
+use super::softmax::{CHUNK, CHUNK_IDS, chunk_sum_exp, sum_exp};
+use pagemill_backend::sampling::exp_neg;
 use std::cmp::Ordering;
 
 /// A token with its logit.

@@ -4,6 +4,8 @@
 //!
 //! Shape letters: `V` vocabulary.
 
+use pagemill_backend::sampling::exp_neg;
+
 /// Elements summed in f32 before the sum is joined in f64.
 pub(crate) const CHUNK: usize = CHUNK_IDS as usize;
 
@@ -32,30 +34,6 @@ pub(crate) fn row_max(row: &[f32]) -> Result<f32, BadRow> {
     }
     let max = lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     if bad.contains(&true) || max == f32::NEG_INFINITY { Err(BadRow) } else { Ok(max) }
-}
-
-/// `e^x` for `x ≤ 0`, relative error below 3e-7 (Cephes' `expf` polynomial); 0 below −87, where f32
-/// would soon be subnormal. Free of branches so that loops over it vectorise, free of fused
-/// multiply-adds so that every machine gives the same bits.
-#[inline]
-pub(crate) fn exp_neg(x: f32) -> f32 {
-    const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
-    const LN2_HI: f32 = 0.693_359_4;
-    const LN2_LO: f32 = -2.121_944_4e-4;
-    let clamped = x.max(-87.0);
-    let shifted = clamped * std::f32::consts::LOG2_E + ROUND;
-    let n = shifted - ROUND;
-    let r = clamped - n * LN2_HI - n * LN2_LO;
-    let mut p = 1.987_569_1e-4;
-    p = p * r + 1.398_199_9e-3;
-    p = p * r + 8.333_452e-3;
-    p = p * r + 4.166_579_6e-2;
-    p = p * r + 1.666_666_5e-1;
-    p = p * r + 0.5;
-    let y = p * r * r + r + 1.0;
-    // The low mantissa bits of `shifted` are n: moved into the exponent they are 2^n.
-    let scale = f32::from_bits((shifted.to_bits() << 23).wrapping_add(127 << 23));
-    if x < -87.0 { 0.0 } else { y * scale }
 }
 
 /// `Σ exp((x - max) * inv_t)` over one chunk of at most [`CHUNK`] elements.

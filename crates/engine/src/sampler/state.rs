@@ -5,7 +5,7 @@
 use crate::SamplingParams;
 use crate::executor::StartedRequest;
 use pagemill_scheduler::{RequestId, SequenceId};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 /// One choice's past.
@@ -13,8 +13,8 @@ use std::sync::Arc;
 pub(crate) struct SequenceState {
     /// Distinct ids of the prompt, sorted; empty unless the repetition penalty is on.
     prompt_ids: Arc<[u32]>,
-    /// Times each id was generated; `None` when no penalty asks.
-    output_counts: Option<BTreeMap<u32, u32>>,
+    /// Times each id was generated, by id; `None` when no penalty asks.
+    output_counts: Option<Vec<(u32, u32)>>,
     output_len: usize,
 }
 
@@ -25,8 +25,8 @@ impl SequenceState {
     }
 
     /// Ids generated so far with their counts, by id; empty when no penalty asks.
-    pub(crate) fn output_counts(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
-        self.output_counts.iter().flatten().map(|(&id, &count)| (id, count))
+    pub(crate) fn output_counts(&self) -> &[(u32, u32)] {
+        self.output_counts.as_deref().unwrap_or_default()
     }
 
     /// Tokens generated so far.
@@ -38,7 +38,10 @@ impl SequenceState {
     pub(crate) fn push(&mut self, token: u32) {
         self.output_len += 1;
         if let Some(counts) = &mut self.output_counts {
-            *counts.entry(token).or_insert(0) += 1;
+            match counts.binary_search_by_key(&token, |&(id, _)| id) {
+                Ok(at) => counts[at].1 += 1,
+                Err(at) => counts.insert(at, (token, 1)),
+            }
         }
     }
 }
@@ -65,7 +68,7 @@ impl RequestState {
         prompt_ids.sort_unstable();
         prompt_ids.dedup();
         let fresh =
-            SequenceState { prompt_ids: prompt_ids.into(), output_counts: counted.then(BTreeMap::new), output_len: 0 };
+            SequenceState { prompt_ids: prompt_ids.into(), output_counts: counted.then(Vec::new), output_len: 0 };
         Self { params, prompt, fresh, choices: Vec::new() }
     }
 
@@ -153,7 +156,7 @@ mod tests {
             request.choice_mut(1).push(9);
             request.choice_mut(1).push(9);
             assert_eq!(request.choice(1).prompt_ids(), prompt_ids);
-            assert_eq!(request.choice(1).output_counts().collect::<Vec<_>>(), counts);
+            assert_eq!(request.choice(1).output_counts(), counts);
             assert_eq!(request.choice(1).output_len(), 2);
             assert_eq!(request.choice(0).output_len(), 0, "choices are separate");
         }

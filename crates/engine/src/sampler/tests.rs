@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation, clippy::cast_sign_loss)]
 
 use super::*;
+use pagemill_backend::sampling::{Choice, Draw, RowTask, reference};
 use proptest::prelude::*;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -160,6 +161,50 @@ proptest! {
         }
     }
 
+    /// What devices give (`pagemill_backend::sampling::reference`) is what is sampled here: equal ranks and likeliest
+    /// tokens, log-probabilities within 1e-5, and equal tokens, except that a draw within 1e-6 of a boundary (or a cut
+    /// of top_p that 1e-6 moves) may fall on its other side.
+    #[test]
+    fn devices_sample_as_the_host(
+        row in rows(),
+        params in params(),
+        greedy in prop::bool::weighted(0.1),
+        num_top in prop_oneof![Just(None), (0u32..25).prop_map(Some)],
+        bias in prop::collection::btree_map(0u32..400, -5.0f32..5.0, 0..4),
+        prompt in prop::collection::vec(0u32..400, 1..8),
+        output in prop::collection::vec(0u32..400, 0..8),
+        seed in any::<u64>(),
+    ) {
+        let params = SamplingParams {
+            temperature: if greedy { 0.0 } else { params.temperature },
+            logit_bias: bias.into_iter().collect(),
+            stop_token_ids: vec![1, 2],
+            logprobs: num_top,
+            prompt_logprobs: num_top,
+            seed,
+            ..params
+        };
+        for choice in 0..16u32 {
+            let mut request = request(params.clone(), &prompt);
+            for &token in &output {
+                request.choice_mut(choice).push(token);
+            }
+            let here = draw_one(&row, &request, choice);
+            let task = choice_task(0, &request, choice);
+            let there = drawn(reference(&row, &task));
+            if there.token != here.token {
+                let token = here.token.clone().unwrap();
+                prop_assert!(nudged(&row, &task).contains(&token), "{here:?}, {there:?}, {task:?}");
+                continue;
+            }
+            prop_assert!(are_close(here.logprobs.as_ref(), there.logprobs.as_ref()), "{here:?}, {there:?}");
+            let token = there.token.unwrap();
+            let here = prompt_row(&row, token, num_top.unwrap_or(0), &mut RowScratch::default());
+            let there = prompt_logprobs(reference(&row, &prompt_task(0, &request, token)));
+            prop_assert!(are_close(Some(&here), Some(&there)), "{here:?}, {there:?}");
+        }
+    }
+
     /// Greedy takes the best edited logit, the lowest id on ties.
     #[test]
     fn greedy_equals_the_naive_sampler(row in rows(), prompt in prop::collection::vec(0u32..1, 1..2)) {
@@ -200,6 +245,33 @@ proptest! {
         for (id, logprob) in logprobs.top {
             prop_assert!((f64::from(logprob) - (f64::from(row[id as usize]) - lse)).abs() < 1e-5);
         }
+    }
+}
+
+/// Tokens of draws that are the task's but for rounding.
+fn nudged(row: &[f32], task: &RowTask<'_>) -> Vec<u32> {
+    let Choice::Draw(draw) = task.choice else { return Vec::new() };
+    let mut tokens = Vec::new();
+    for by in [-1e-6, 0.0, 1e-6] {
+        for share_by in [-1e-6, 0.0, 1e-6] {
+            let top_p = if draw.top_p < 1.0 { (draw.top_p + share_by).clamp(1e-9, 0.999_999_9) } else { 1.0 };
+            let draw = Draw { uniform: (draw.uniform + by).clamp(0.0, 1.0 - 1e-12), top_p, ..draw };
+            tokens.push(reference(row, &RowTask { choice: Choice::Draw(draw), ..*task }).unwrap().token);
+        }
+    }
+    tokens
+}
+
+fn are_close(a: Option<&TokenLogprobs>, b: Option<&TokenLogprobs>) -> bool {
+    let near = |a: f32, b: f32| (a - b).abs() < 1e-5;
+    match (a, b) {
+        (Some(a), Some(b)) => {
+            let tops = a.top.iter().zip(&b.top);
+            near(a.logprob, b.logprob)
+                && (a.rank, a.top.len()) == (b.rank, b.top.len())
+                && tops.into_iter().all(|(a, b)| a.0 == b.0 && near(a.1, b.1))
+        }
+        (a, b) => a == b,
     }
 }
 
@@ -304,6 +376,9 @@ fn rows_without_a_distribution_fail_alone() {
         let drawn = draw_one(&bad, &request, 0);
         assert_eq!(drawn.token, Err("the model produced NaN logits".to_owned()));
         assert_eq!(drawn.logprobs, None);
+        assert_eq!(super::drawn(reference(&bad, &choice_task(0, &request, 0))), drawn);
+        let unknown = prompt_row(&bad, 3, 2, &mut RowScratch::default());
+        assert_eq!(prompt_logprobs(reference(&bad, &prompt_task(0, &request, 3))), unknown);
         assert!(prompt_row(&bad, 3, 2, &mut RowScratch::default()).logprob.is_finite());
     }
     let mut one_nan = vec![0.0; 50];

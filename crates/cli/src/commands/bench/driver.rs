@@ -77,26 +77,35 @@ pub fn run(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
     run_over(handle, jobs, Vec::new())
 }
 
+/// As [`run`], with tokens drawn by `sampling`.
+///
+/// # Errors
+/// As [`run`].
+pub fn run_drawing(handle: &EngineHandle, jobs: Vec<Job>, sampling: &SamplingParams) -> Result<RunResult> {
+    run_measured(handle, jobs, sampling)
+}
+
 /// As [`run`], with `background` sent before and aborted after: it is not measured, and need not end.
 ///
 /// # Errors
 /// As [`run`].
 pub fn run_over(handle: &EngineHandle, jobs: Vec<Job>, background: Vec<Job>) -> Result<RunResult> {
     let (unheard, _ears) = channel();
-    let background = submit_all(handle, background, Instant::now(), &unheard)?;
-    let result = run_measured(handle, jobs);
+    let greedy = SamplingParams::default();
+    let background = submit_all(handle, background, &greedy, Instant::now(), &unheard)?;
+    let result = run_measured(handle, jobs, &greedy);
     background.into_iter().for_each(|id| handle.abort(id));
     result
 }
 
-fn run_measured(handle: &EngineHandle, jobs: Vec<Job>) -> Result<RunResult> {
+fn run_measured(handle: &EngineHandle, jobs: Vec<Job>, sampling: &SamplingParams) -> Result<RunResult> {
     let start = Instant::now();
     let (sender, receiver) = channel();
     let expected = jobs.len();
     let done = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let watcher = scope.spawn(|| watch_blocks(handle, &done));
-        let outcome = submit_all(handle, jobs, start, &sender).and_then(|_| gather(&receiver, expected));
+        let outcome = submit_all(handle, jobs, sampling, start, &sender).and_then(|_| gather(&receiver, expected));
         done.store(true, Ordering::Release);
         let blocks = watcher.join().map_err(|_| anyhow::anyhow!("the watching thread failed"))?;
         let timelines = outcome?;
@@ -119,6 +128,7 @@ const MAX_UNANSWERED: usize = 512;
 fn submit_all(
     handle: &EngineHandle,
     jobs: Vec<Job>,
+    sampling: &SamplingParams,
     start: Instant,
     sender: &Sender<Outcome>,
 ) -> Result<Vec<RequestId>> {
@@ -145,7 +155,7 @@ fn submit_all(
             prompt: job.prompt,
             max_tokens: job.generated,
             n: 1,
-            sampling: SamplingParams::default(),
+            sampling: sampling.clone(),
             priority: job.priority,
             cache_salt: None,
             sink: Box::new(sink),

@@ -1,6 +1,7 @@
 //! `pagemill bench latency`: prefill speed, decode speed and inter-token times at given batch sizes.
 
-use super::driver::{Job, RunResult, host_json, run};
+use super::drawing::DrawingArgs;
+use super::driver::{Job, RunResult, host_json, run, run_drawing};
 use super::workload::{Random, quantile, random_prompt};
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
 use crate::{devices, loading};
@@ -32,6 +33,8 @@ pub struct LatencyArgs {
     /// Seed of the random prompts
     #[arg(long, default_value_t = 1)]
     seed: u64,
+    #[command(flatten)]
+    drawing: DrawingArgs,
     /// Print one JSON object instead of a table
     #[arg(long)]
     json: bool,
@@ -117,6 +120,7 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
         host: HostTime::default(),
     };
     let mut warm = HostTime::default();
+    let params = args.drawing.params(args.seed)?;
     for round in 0..=args.runs {
         let jobs = (0..batch_size)
             .map(|_| Job {
@@ -126,7 +130,7 @@ fn measure(args: &LatencyArgs, loaded: &loading::LoadedEngine, batch_size: usize
                 priority: 0,
             })
             .collect();
-        let result = run(&loaded.handle, jobs)?;
+        let result = run_drawing(&loaded.handle, jobs, &params)?;
         if round > 0 {
             record(&mut row, args, &result);
         } else {
@@ -180,7 +184,8 @@ fn print(
         let report = serde_json::json!({
             "bench": "latency", "model": model, "device": loaded.device, "activations": devices::activations(config),
             "kv_dtype": config.engine.kv_dtype.name(), "prompt_tokens": args.prompt_tokens,
-            "gen_tokens": args.gen_tokens, "runs": args.runs, "seed": args.seed, "start_ms": start.json(),
+            "gen_tokens": args.gen_tokens, "runs": args.runs, "seed": args.seed, "drawing": args.drawing.json(),
+            "start_ms": start.json(),
             "rows": rows,
         });
         writeln!(out, "{report}")?;

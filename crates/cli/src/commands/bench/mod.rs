@@ -1,5 +1,6 @@
 //! `pagemill bench`: measures the engine, and prints what exactly was measured beside every figure.
 
+mod drawing;
 mod driver;
 mod http;
 mod kernels;

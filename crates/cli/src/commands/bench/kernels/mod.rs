@@ -162,7 +162,7 @@ mod tests {
             assert!(measure.rows.iter().all(|r| r.seconds > 0.0 && r.bytes > 0.0 && r.ops >= 0.0), "{name}");
             // The host reads logits where they lie.
             let left_out: Vec<&str> = measure.left_out.iter().map(|left| left.op.as_str()).collect();
-            assert_eq!(left_out, ["argmax_rows"; 2], "{name}");
+            assert_eq!(left_out, ["sample_rows"; 2], "{name}");
         }
     }
 

@@ -5,6 +5,7 @@ use super::measure::{Calls, Cost, Measure};
 use super::products::logits_rows;
 use super::weights::ModelWeights;
 use anyhow::Result;
+use pagemill_backend::sampling::{Choice, LogitEdits, RowTask};
 use pagemill_backend::{Activation, Launching, Weight};
 use pagemill_model::ModelSpec;
 
@@ -87,18 +88,19 @@ fn choice(measure: &mut Measure<'_>, spec: &ModelSpec, tokens: usize) -> Result<
     measure.add(gather, Calls::On(Launching::Queued), |_| backend.gather_rows(&hidden, &ids, &mut wanted))?;
 
     let logits = measure.residual(rows, spec.vocab_size)?;
-    let mut largest = vec![None; rows];
-    if !backend.argmax_rows(&logits, &mut largest)? {
+    let plain = |row| RowTask { row, choice: Choice::Largest, edits: LogitEdits::default(), num_top: None };
+    let (tasks, mut outcomes): (Vec<RowTask<'_>>, _) = ((0..rows).map(plain).collect(), Vec::new());
+    if !backend.sample_rows(&logits, &tasks, &mut outcomes)? {
         let why = "this device leaves the choice to the host, which reads rows where they lie";
-        measure.leave_out("argmax_rows", format!("T {rows}: {}", spec.vocab_size), why);
+        measure.leave_out("sample_rows", format!("T {rows}: {}", spec.vocab_size), why);
         return Ok(());
     }
-    let argmax = cost(measure, "argmax_rows, and the wait for it", rows, spec.vocab_size, F32, 0);
-    measure.add(argmax, Calls::Waiting, |_| backend.argmax_rows(&logits, &mut largest).map(drop))?;
+    let largest = cost(measure, "sample_rows (largest), and the wait for it", rows, spec.vocab_size, F32, 0);
+    measure.add(largest, Calls::Waiting, |_| backend.sample_rows(&logits, &tasks, &mut outcomes).map(drop))?;
     // What comes back is two words a row.
     let (words, mut read) = (measure.residual(rows, 2)?, vec![0.0; rows * 2]);
     let wait = cost(measure, "reading as much as that gives, and the wait", rows, 2, F32, 0);
     measure.add(wait, Calls::Waiting, |_| backend.to_host(&words, &mut read))?;
-    measure.add_difference("argmax_rows without the wait");
+    measure.add_difference("sample_rows (largest) without the wait");
     Ok(())
 }
