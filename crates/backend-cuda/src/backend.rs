@@ -19,7 +19,7 @@ use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
-use crate::loading::{CudaWeight, cuda_weight, upload_stored};
+use crate::loading::{cuda_weight, upload};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
@@ -115,6 +115,11 @@ impl CudaBackend {
         self.linear.small_launches()
     }
 
+    /// The same of the kernels for quantised weights that were repacked at load.
+    pub fn packed_product_launches(&self) -> u64 {
+        self.linear.packed().product_launches()
+    }
+
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {
         let dtype = elem.dtype();
         let buffer = self.workspace.take(checked_bytes("temporary", dtype, rows, cols)?)?;
@@ -207,7 +212,9 @@ impl Backend for CudaBackend {
             Some(pieces) => pieces,
             None => pieces.insert(PieceUploader::new(&self.device)?),
         };
-        let stored = CudaWeight::new(upload_stored(&self.device, pieces, &desc, read)?, desc.dtype);
+        // Tensor cores take bf16: where everything is f32, weights are read as they are stored.
+        let packed = (self.activations == Activations::Bf16).then(|| self.linear.packed());
+        let stored = upload(&self.device, pieces, packed, &desc, read)?;
         let WeightDesc { name, dtype, rows, cols } = desc;
         let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
         let weight = if self.activations == Activations::F32 && is_narrow {

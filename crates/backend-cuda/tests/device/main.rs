@@ -5,6 +5,7 @@
 
 mod attention;
 mod linear;
+mod quantised;
 mod rows;
 mod support;
 mod zoo;
