@@ -16,109 +16,9 @@
 //
 // The gated form makes each tile of a half of the gate's and the same half of up's: both sums of an output meet in one
 // place. Up to three products of one x (q, k, v) with weights of one format share a launch.
-#include "quant_formats.cuh"
+#include "quant_product.cuh"
 
 namespace pagemill {
-
-constexpr int MORE_QUANT_PARTS = 2;
-
-/// A further product of the same x, with weights of the same format.
-struct QuantPart {
-    const void* w;     // repacked tiles of [N, C]
-    const float* bias; // [N] or null
-    void* y;           // [M, y_stride]
-    uint32_t n;        // 0: there is none, and none after it
-    uint32_t y_stride;
-};
-
-struct QuantParams {
-    const void* x;        // [M, x_stride] bf16
-    const void* w;        // repacked tiles of [N, C]; gated: the gate's
-    const void* w_up;     // gated: up's, likewise; else null
-    const float* bias;    // [N] or null (not gated)
-    const void* residual; // [M, y_stride] elements of y_type, added, or null (with more parts: null); may be y
-    void* y;              // [M, y_stride] elements of y_type
-    uint32_t m;
-    uint32_t n;
-    uint32_t c;           // multiple of 32
-    uint32_t x_stride;
-    uint32_t y_stride;
-    uint32_t y_type;      // ActivationType
-    uint32_t activation;  // GateActivation
-    QuantPart more[MORE_QUANT_PARTS]; // not in the gated form
-};
-static_assert(sizeof(QuantPart) == 32 && sizeof(QuantParams) == 144, "src/kernels/linear_quant.rs has the same");
-
-constexpr uint32_t ONES = 0x3f803f80;
-
-/// The part that `tile` (of OUT_ROWS outputs) belongs to, and in `tile` its number there. Behind the last tile: the
-/// last part, and a number behind its tiles.
-template <int OUT_ROWS, bool GATED> __device__ __forceinline__ QuantPart part_of(const QuantParams& p, uint32_t& tile) {
-    QuantPart part = {p.w, p.bias, p.y, p.n, p.y_stride};
-    if constexpr (!GATED) {
-#pragma unroll
-        for (int i = 0; i < MORE_QUANT_PARTS; ++i) {
-            const uint32_t tiles = (part.n + OUT_ROWS - 1) / OUT_ROWS;
-            if (tile < tiles || p.more[i].n == 0) break;
-            tile -= tiles;
-            part = p.more[i];
-        }
-    }
-    return part;
-}
-
-/// The halves of a row tile's first k tile. Gated: row tile 2i is the first half of tiles i, 2i + 1 the second.
-template <class F> struct RowTile {
-    static constexpr int TILE_BYTES = 2 * F::HALF_BYTES;
-    const char* low;
-    const char* high; // not counting from the second half on but from where a first one would be
-    template <bool GATED> __device__ __forceinline__ void locate(const QuantPart& part, const void* w_up, uint32_t row_tile, uint32_t k_tiles) {
-        const size_t at = static_cast<size_t>(GATED ? row_tile / 2 : row_tile) * k_tiles * TILE_BYTES;
-        low = static_cast<const char*>(part.w) + at;
-        high = low;
-        if constexpr (GATED) {
-            const uint32_t half = row_tile % 2 * F::HALF_BYTES;
-            high = static_cast<const char*>(w_up) + at + half - F::HALF_BYTES;
-            low += half;
-        }
-    }
-    /// K tile `k` to shared memory by one warp, in the background.
-    __device__ __forceinline__ void request(uint32_t to, uint32_t k, int lane) const {
-        static_assert(F::HALF_BYTES % 16 == 0, "copies are 16 bytes");
-        const size_t at = static_cast<size_t>(k) * TILE_BYTES;
-#pragma unroll
-        for (int i = 0; i < TILE_BYTES; i += 512) {
-            const int byte = i + lane * 16;
-            if (i + 512 <= TILE_BYTES || byte < TILE_BYTES) copy16_async(to + byte, (byte < F::HALF_BYTES ? low : high) + at + byte, true);
-        }
-    }
-};
-
-/// A tile from shared memory.
-template <class F> __device__ __forceinline__ void load_tile(typename F::Raw& raw, const char* tile, int lane) {
-    F::load(raw, 0, tile, lane);
-    F::load(raw, 1, tile + F::HALF_BYTES, lane);
-}
-
-// Cached loads of x, which every thread block reads. Not `.nc`: under programmatic dependent launch x is written while
-// the kernel that reads it is already there.
-__device__ __forceinline__ uint4 cached16(const void* p) {
-    uint4 v;
-    asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
-__device__ __forceinline__ uint2 cached8(const void* p) {
-    uint2 v;
-    asm volatile("ld.global.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
-    return v;
-}
-
-/// A lane's x of one strip and token as operand B: elements 8c .. 8c + 7, or 4c .. 4c + 3 of each half.
-template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, int c) {
-    if constexpr (F::GROUPS == 1) return cached16(strip + c * 16);
-    const uint2 a = cached8(strip + c * 8), b = cached8(strip + 32 + c * 8);
-    return make_uint4(a.x, a.y, b.x, b.y);
-}
 
 /// One strip of 16 rows times MT * 8 tokens, added to `acc`; `other` is four times CENTRE, or ones.
 template <class F, int MT>
@@ -143,7 +43,7 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float m;
-            F::scale(r, strip, group, h, d[h], m);
+            F::scale(r, strip, group, h, d[h], m, spread);
             e[h] = fmaf(-F::BIAS, d[h], m);
         }
 #pragma unroll
@@ -196,11 +96,14 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
         uint32_t tile = load_row;
         const QuantPart part = part_of<OUT_ROWS, GATED>(p, tile);
         source.template locate<GATED>(part, p.w_up, tile, k_tiles);
+        source.skip(warp * TILE_BYTES + lane * 16);
     };
     locate();
+    const uint32_t ring_at = shared_address(ring) + lane * 16;
     auto request = [&] {
         if (load_row < row_tiles) {
-            source.request(shared_address(ring) + load_slot * TILE_BYTES, load_k, lane);
+            source.template request_from_here<GATED, 1>(ring_at + load_slot * TILE_BYTES, lane);
+            source.skip(WARPS * TILE_BYTES);
             load_slot = load_slot + 1 == S ? 0 : load_slot + 1;
             load_k += WARPS;
             if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x, locate();
@@ -291,7 +194,7 @@ template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         float d, m;
-        F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, m);
+        F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, m, spread);
         const float e = fmaf(-F::BIAS, d, m);
         float low = Bf16::low(pair[i]), high = Bf16::high(pair[i]);
         if constexpr (F::TWO_PLANES) low = fmaf(16.0f, Bf16::low(top[i]), low), high = fmaf(16.0f, Bf16::high(top[i]), high);
@@ -315,7 +218,7 @@ template <class F, bool GATED> __device__ __forceinline__ void linear_quant_medi
 
     const char* tiles = reinterpret_cast<const char*>(shared_bytes) + K_GROUPS * X_STAGES * X_STAGE_BYTES + warp * (X_STAGES * TILE_BYTES);
     auto request_w = [&](uint32_t step) {
-        if (step < steps) source.request(shared_address(tiles) + step % X_STAGES * TILE_BYTES, step * K_GROUPS + k_group, lane);
+        if (step < steps) source.template request<GATED>(shared_address(tiles) + step % X_STAGES * TILE_BYTES, step * K_GROUPS + k_group, lane);
     };
     auto request_x = [&](uint32_t step) {
         // Odd rows have the halves of each 128 bytes exchanged, so that two rows read together share no bank.

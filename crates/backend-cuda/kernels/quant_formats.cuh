@@ -12,7 +12,7 @@
 namespace pagemill {
 
 constexpr int TILE_ROWS = 16, HALF_ROWS = 8, TILE_COLS = 128, STRIP = 32, STRIPS = TILE_COLS / STRIP;
-constexpr uint32_t NIBBLES = 0x000f000f, BIASED = 0x43004300;
+constexpr uint32_t NIBBLES = 0x000f000f, BIASED = 0x43004300, FLOAT_OF_BYTE = 0x4b000000;
 
 /// A constant that the compiler keeps in a register: masks and offset then meet in one instruction, which has room
 /// for one literal only, and an operand of four equal words is not built anew for every product.
@@ -21,14 +21,10 @@ __device__ __forceinline__ uint32_t in_register(uint32_t value) {
     asm volatile("mov.u32 %0, %1;" : "=r"(out) : "r"(value));
     return out;
 }
-struct Spread { uint32_t mask = in_register(NIBBLES), bias = in_register(BIASED); };
+struct Spread { uint32_t mask = in_register(NIBBLES), bias = in_register(BIASED), float_of_byte = in_register(FLOAT_OF_BYTE); };
 
 __device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 __device__ __forceinline__ float half_of(uint32_t pair, int i) { return i == 0 ? F16::low(pair) : F16::high(pair); }
-/// Byte `i` of a word as a float, by the same trick as the nibbles, with 2^23.
-__device__ __forceinline__ float byte_of(uint32_t word, int i) {
-    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388608.0f;
-}
 /// (x & mask) | bias.
 __device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bias) {
     uint32_t out;
@@ -45,7 +41,13 @@ template <class V> __device__ __forceinline__ V read(const char* from) { return 
 
 // A format: `Raw` is what a lane holds of a tile; `load` fills its half `h` from a half's bytes; `pairs` gives the
 // four operand words of a strip's row half, `scale` d and m of w = d (q - BIAS) + m for the operands q. CENTRE, where
-// it is not 0, is the bf16 pair of -BIAS (counted once, on the last plane): m is 0 there.
+// it is not 0, is the bf16 pair of -BIAS (counted once, on the last plane): m is 0 there. `two_scales` gives d and m of
+// strips 2 `two` and 2 `two` + 1 of row g straight from a half's bytes, d by strip and group.
+
+/// d times byte `i` of a word, exactly; `minus` is -2^23 d. By the same trick as the nibbles, with 2^23.
+__device__ __forceinline__ float times_byte(float d, float minus, uint32_t word, int i, const Spread& c) {
+    return fmaf(__uint_as_float(__byte_perm(word, c.float_of_byte, 0x7440 + i)), d, minus);
+}
 
 struct Q4_0 {
     static constexpr int HALF_BYTES = 512 + 64, GROUPS = 1;
@@ -60,8 +62,12 @@ struct Q4_0 {
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         spread_nibbles(p, word_of(r.q[h], strip), c);
     }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m) {
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m, const Spread&) {
         d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2), m = 0.0f;
+    }
+    static __device__ __forceinline__ void two_scales(float (&d)[2][1], float (&m)[2], const char* half, int g, int two, const Spread&) {
+        const uint32_t both = read<uint32_t>(half + 512 + g * 8 + two * 4);
+        d[0][0] = F16::low(both), d[1][0] = F16::high(both), m[0] = m[1] = 0.0f;
     }
 };
 
@@ -79,8 +85,12 @@ struct Q8_0 {
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane, const Spread& c) {
         spread_nibbles(p, word_of(r.q[plane][h], strip), c);
     }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m) {
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m, const Spread&) {
         d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2), m = 0.0f;
+    }
+    static __device__ __forceinline__ void two_scales(float (&d)[2][1], float (&m)[2], const char* half, int g, int two, const Spread&) {
+        const uint32_t both = read<uint32_t>(half + 1024 + g * 8 + two * 4);
+        d[0][0] = F16::low(both), d[1][0] = F16::high(both), m[0] = m[1] = 0.0f;
     }
 };
 
@@ -97,9 +107,13 @@ struct Q4_1 {
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         spread_nibbles(p, word_of(r.q[h], strip), c);
     }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m) {
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m, const Spread&) {
         const uint32_t dm = word_of(r.s[h], strip);
         d = F16::low(dm), m = F16::high(dm);
+    }
+    static __device__ __forceinline__ void two_scales(float (&d)[2][1], float (&m)[2], const char* half, int g, int two, const Spread&) {
+        const uint2 both = read<uint2>(half + 512 + g * 16 + two * 8);
+        d[0][0] = F16::low(both.x), m[0] = F16::high(both.x), d[1][0] = F16::low(both.y), m[1] = F16::high(both.y);
     }
 };
 
@@ -117,9 +131,18 @@ struct Q4_K {
     static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
         spread_nibbles(p, word_of(r.q[h], strip), c);
     }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m) {
-        d = F16::low(r.dm[h]) * byte_of(r.sc[h], strip);
-        m = -F16::high(r.dm[h]) * byte_of(r.mn[h], strip);
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& m, const Spread& c) {
+        const float scale = F16::low(r.dm[h]), minimum = -F16::high(r.dm[h]);
+        d = times_byte(scale, scale * -8388608.0f, r.sc[h], strip, c);
+        m = times_byte(minimum, minimum * -8388608.0f, r.mn[h], strip, c);
+    }
+    static __device__ __forceinline__ void two_scales(float (&d)[2][1], float (&m)[2], const char* half, int g, int two, const Spread& c) {
+        const char* at = half + 512 + g * 4;
+        const uint32_t dm = read<uint32_t>(at), sc = read<uint16_t>(at + 32 + two * 2), mn = read<uint16_t>(at + 64 + two * 2);
+        const float scale = F16::low(dm), minimum = -F16::high(dm);
+        const float scale_minus = scale * -8388608.0f, minimum_minus = minimum * -8388608.0f;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) d[i][0] = times_byte(scale, scale_minus, sc, i, c), m[i] = times_byte(minimum, minimum_minus, mn, i, c);
     }
 };
 
@@ -144,9 +167,17 @@ struct Q6_K {
             p[i] = masked_or(bits, 0x00300030, masked_or(low >> (4 * i), c.mask, c.bias));
         }
     }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& m) {
+    static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& m, const Spread& c) {
         const uint32_t word = strip < 2 ? r.sc[h].x : r.sc[h].y;
-        d = F16::low(r.d[h]) * (byte_of(word ^ 0x80808080u, strip % 2 * 2 + group) - 128.0f), m = 0.0f;
+        const float scale = F16::low(r.d[h]);
+        d = times_byte(scale, scale * (-8388608.0f - 128.0f), word ^ 0x80808080u, strip % 2 * 2 + group, c), m = 0.0f;
+    }
+    static __device__ __forceinline__ void two_scales(float (&d)[2][2], float (&m)[2], const char* half, int g, int two, const Spread& c) {
+        const uint32_t sc = read<uint32_t>(half + 768 + g * 8 + two * 4) ^ 0x80808080u;
+        const float scale = F16::low(read<uint16_t>(half + 832 + g * 2)), minus = scale * (-8388608.0f - 128.0f);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) d[i / 2][i % 2] = times_byte(scale, minus, sc, i, c);
+        m[0] = m[1] = 0.0f;
     }
 };
 
@@ -163,7 +194,7 @@ template <class F> __device__ __forceinline__ void values(float (&out)[8], const
 #pragma unroll
     for (int e = 0; e < 8; ++e) {
         float d, m;
-        F::scale(r, strip, F::GROUPS == 2 ? e / 4 : 0, h, d, m);
+        F::scale(r, strip, F::GROUPS == 2 ? e / 4 : 0, h, d, m, spread);
         float q = e % 2 == 0 ? Bf16::low(pair[e / 2]) : Bf16::high(pair[e / 2]);
         if constexpr (F::TWO_PLANES) q = fmaf(16.0f, e % 2 == 0 ? Bf16::low(top[e / 2]) : Bf16::high(top[e / 2]), q);
         out[e] = F::CENTRE != 0 ? d * (q - F::BIAS) : fmaf(d, q - F::BIAS, m);

@@ -26,6 +26,8 @@ pub(crate) const TILE_ROWS: usize = 16;
 const TILE_COLS: usize = 128;
 /// Products of one x that a launch takes at most.
 pub(crate) const MAX_PARTS: usize = 3;
+/// Elements of C that the form for one token takes at once.
+const ONE_TOKEN_COLS: u32 = 256;
 /// Warps of a thread block, each with a tile at a time, of the kernels that read or write a whole matrix.
 const TILES_PER_BLOCK: u32 = 8;
 
@@ -163,7 +165,7 @@ pub(crate) struct QuantTask<'a> {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct QuantVariant {
     format: QuantFormat,
-    /// Tokens of a thread block: 8, 16 or 64.
+    /// Tokens of a thread block: 1, 8, 16 or 64.
     columns: u32,
     gated: bool,
 }
@@ -176,24 +178,23 @@ impl QuantVariant {
     /// Every compiled form.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         QuantFormat::ALL.into_iter().flat_map(|format| {
-            [8, 16, 64].into_iter().flat_map(move |columns| [false, true].map(|gated| Self { format, columns, gated }))
+            [1, 8, 16, 64]
+                .into_iter()
+                .flat_map(move |columns| [false, true].map(|gated| Self { format, columns, gated }))
         })
     }
 
-    /// The variant for `m` tokens; `None`: widen first. The same variant serves every `m` up to its columns, and a
-    /// row's sums do not depend on `m` within it.
-    pub(crate) fn select(format: QuantFormat, m: u32, gated: bool) -> Option<Self> {
-        match m {
-            1..=8 => Some(Self { format, columns: 8, gated }),
-            9..=16 => Some(Self { format, columns: 16, gated }),
-            17..=Self::MAX_TOKENS => Some(Self::any_tokens(format, gated)),
-            _ => None,
-        }
-    }
-
-    /// The variant that takes any number of tokens, however slowly.
-    pub(crate) fn any_tokens(format: QuantFormat, gated: bool) -> Self {
-        Self { format, columns: 64, gated }
+    /// The variant for `m` tokens and `c` input features; `None`: widen first. The same variant serves every `m` up to
+    /// its columns, and a row's sums do not depend on `m` within it.
+    pub(crate) fn select(format: QuantFormat, m: u32, c: u32, gated: bool) -> Option<Self> {
+        let columns = match m {
+            1 if c.is_multiple_of(ONE_TOKEN_COLS) => 1,
+            1..=8 => 8,
+            9..=16 => 16,
+            17..=Self::MAX_TOKENS => 64,
+            _ => return None,
+        };
+        Some(Self { format, columns, gated })
     }
 
     /// The kernel's name.
@@ -209,7 +210,15 @@ impl QuantVariant {
             // Two k groups of four stages: 64 tokens of 256 bytes, and a tile for each of four warps.
             return 2 * 4 * (64 * 256 + 4 * tile_bytes);
         }
-        // Each of eight warps has a ring of tiles, and its sums twice.
+        // Each of eight warps has a ring of tiles (for one token, of two tiles), and its sums twice.
+        if self.columns == 1 {
+            let ring = match self.format {
+                QuantFormat::Q4_0 | QuantFormat::Q4_1 | QuantFormat::Q4K => 5,
+                QuantFormat::Q8_0 => 3,
+                QuantFormat::Q6K => 4,
+            };
+            return 8 * (ring * 2 * tile_bytes + 2 * 64);
+        }
         let ring = if matches!(self.format, QuantFormat::Q8_0 | QuantFormat::Q6K) { 5 } else { 8 };
         8 * (ring * tile_bytes + self.columns / 8 * 1024)
     }
@@ -281,36 +290,49 @@ mod tests {
 
     #[test]
     fn variants_and_their_launches() {
-        let v = QuantVariant::select(QuantFormat::Q4K, 1, true).unwrap();
+        let v = QuantVariant::select(QuantFormat::Q4K, 1, 4096, true).unwrap();
+        assert_eq!(v.name(), "linear_quant_gated_q4_k_m1");
+        assert_eq!(launch(v, 1, &[14_336]).grid, (264, 1));
+        assert_eq!(launch(v, 1, &[14_336]).shared_bytes, 8 * (5 * 2432 + 128));
+        let v = QuantVariant::select(QuantFormat::Q4K, 2, 4096, true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_k_m8");
         let shared_bytes = 8 * (8 * 1216 + 1024);
-        assert_eq!(launch(v, 1, &[14_336]), Launch { grid: (264, 1), threads: 256, shared_bytes });
+        assert_eq!(launch(v, 2, &[14_336]), Launch { grid: (264, 1), threads: 256, shared_bytes });
         assert_eq!(launch(v, 1, &[100]).grid, (13, 1), "tiles of eight outputs");
-        let v = QuantVariant::select(QuantFormat::Q8_0, 16, false).unwrap();
+        let v = QuantVariant::select(QuantFormat::Q8_0, 16, 32, false).unwrap();
         assert_eq!(v.name(), "linear_quant_q8_0_m16");
         assert_eq!(launch(v, 16, &[1000, 17, 1]).grid, (63 + 2 + 1, 1), "a tile belongs to one part");
-        let v = QuantVariant::select(QuantFormat::Q6K, 64, false).unwrap();
+        let v = QuantVariant::select(QuantFormat::Q6K, 64, 256, false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m64");
         assert_eq!(launch(v, 64, &[100]), Launch { grid: (2, 1), threads: 256, shared_bytes: 185_344 });
         assert_eq!(launch(v, 300, &[100, 1]).grid, (3, 5));
-        assert_eq!(launch(QuantVariant::any_tokens(QuantFormat::Q6K, true), 65, &[33]).grid, (2, 2));
+        let v = QuantVariant::select(QuantFormat::Q6K, 17, 256, true).unwrap();
+        assert_eq!(launch(v, 17, &[33]).grid, (2, 1));
     }
 
     #[test]
     fn a_variant_serves_every_number_of_tokens_up_to_its_columns() {
-        let of = |m| QuantVariant::select(QuantFormat::Q4_1, m, false);
-        let columns = |m| of(m).map(|v| v.columns);
-        assert_eq!([1, 8, 9, 16, 17, 64].map(columns), [8, 8, 16, 16, 64, 64].map(Some));
-        assert!(of(0).is_none() && of(65).is_none());
+        let columns = |m, c| QuantVariant::select(QuantFormat::Q4_1, m, c, false).map(|v| v.columns);
+        assert_eq!([1, 2, 8, 9, 16, 17, 64].map(|m| columns(m, 512)), [1, 8, 8, 16, 16, 64, 64].map(Some));
+        assert_eq!(columns(1, 576), Some(8), "a part of a pair of tiles");
+        assert!(columns(0, 512).is_none() && columns(65, 512).is_none());
+    }
+
+    /// Two thread blocks share a multiprocessor of compute capability 9, whose shared memory is 228 KiB.
+    #[test]
+    fn two_thread_blocks_fit_a_multiprocessor() {
+        for variant in QuantVariant::all().filter(|variant| variant.columns <= 16) {
+            let each = variant.shared_bytes() + 1024;
+            assert!(2 * each <= 228 << 10, "{}", variant.name());
+        }
     }
 
     #[test]
     fn every_selected_variant_is_compiled() {
         let all: Vec<QuantVariant> = QuantVariant::all().collect();
         for format in QuantFormat::ALL {
-            for gated in [false, true] {
-                let selected = (1..=64).map(|m| QuantVariant::select(format, m, gated).unwrap());
-                assert!(selected.chain([QuantVariant::any_tokens(format, gated)]).all(|v| all.contains(&v)));
+            for (gated, c) in [(false, 256), (true, 256), (false, 32), (true, 32)] {
+                assert!((1..=64).all(|m| all.contains(&QuantVariant::select(format, m, c, gated).unwrap())));
             }
         }
     }

@@ -3,11 +3,12 @@
 //!
 //! | tokens | way |
 //! |---|---|
-//! | up to 64 | `linear_quant.cu`: up to three products of one input and format at once; gate, up and their activation at once |
+//! | up to 64 | `linear_quant.cu`, for one `linear_quant_one.cu`: up to three products of one input and format at once; gate, up and their activation at once |
 //! | more | widened to bf16 in pieces, then cuBLASLt |
 //!
 //! A form that asks for more shared memory than the chip has is left out, and the second way taken instead; where
-//! cuBLASLt has no algorithm, eight tokens at a time go the first way. Every chip has the form for eight.
+//! cuBLASLt has no algorithm, eight tokens at a time go the first way. Every chip has the
+//! forms for one and eight.
 
 use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, word};
 use crate::device::Device;
@@ -143,9 +144,10 @@ impl PackedKernels {
     }
 
     /// The form for so many tokens, if there is one and the chip has room for it.
-    fn select(&self, format: QuantFormat, num_tokens: usize, gated: bool) -> Option<QuantVariant> {
+    fn select(&self, matrix: Matrix<'_>, num_tokens: usize, gated: bool) -> Option<QuantVariant> {
         let num_tokens = u32::try_from(num_tokens).ok()?;
-        QuantVariant::select(format, num_tokens, gated).filter(|variant| self.products.contains_key(variant))
+        QuantVariant::select(format_of(matrix)?, num_tokens, word(matrix.cols), gated)
+            .filter(|variant| self.products.contains_key(variant))
     }
 
     /// # Safety
@@ -191,7 +193,7 @@ impl LinearOps {
     pub(super) fn packed_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(QuantVariant, usize)> {
         let [first, others @ ..] = products else { return None };
         let format = format_of(first.matrix)?;
-        let variant = self.packed.select(format, num_tokens, false)?;
+        let variant = self.packed.select(first.matrix, num_tokens, false)?;
         let joins = |other: &&Product<'_>| other.out.elem == first.out.elem && format_of(other.matrix) == Some(format);
         Some((variant, 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count()))
     }
@@ -254,8 +256,9 @@ impl LinearOps {
         let product = Product { bias: None, ..*product };
         for first in (0..num_tokens).step_by(FEWEST_COLUMNS) {
             let tokens = first..num_tokens.min(first + FEWEST_COLUMNS);
-            let variant = format_of(product.matrix)
-                .and_then(|format| self.packed.select(format, tokens.len(), false))
+            let variant = self
+                .packed
+                .select(product.matrix, tokens.len(), false)
                 .ok_or_else(|| self.device.broken("a product that no kernel takes"))?;
             self.packed_products(inputs, variant, tokens, &[product])?;
         }
@@ -270,7 +273,7 @@ impl LinearOps {
         up: Matrix<'_>,
     ) -> Option<QuantVariant> {
         let alike = (gate.rows, gate.cols, format_of(gate)) == (up.rows, up.cols, format_of(up));
-        self.packed.select(format_of(gate)?, num_tokens, true).filter(|_| alike)
+        self.packed.select(gate, num_tokens, true).filter(|_| alike)
     }
 
     /// `out = act(x · gateᵀ) * (x · upᵀ)`.
