@@ -11,8 +11,9 @@
 // in x alone. Q8_0 is two nibbles, Q6_K has six bits in one number and takes its scale every 16 elements. Warps
 // share a row tile by cutting C, as in linear_small.cu.
 //
-// Above, 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied out
-// to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be.
+// Above, 32 or 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied
+// out to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be. Where that makes fewer
+// thread blocks than there are multiprocessors, 32 rows, and C cut in four instead of two.
 //
 // The gated form makes each tile of a half of the gate's and the same half of up's: both sums of an output meet in one
 // place. Up to three products of one x (q, k, v) with weights of one format share a launch.
@@ -176,14 +177,19 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
     }
 }
 
-// ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
+// ---- 32 or 64 tokens by 64 rows (narrow: by 32) ------------------------------------------------------------------
 
-constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
-constexpr int X_ROW_BYTES = 256, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 4;
+/// How a thread block of eight warps takes rows, C and tokens: warps of one k group have 16 rows each, and k groups take
+/// k tiles in turn. `STAGES` k tiles of x and of weights are on their way for each.
+template <int TOKENS_, int ROW_WARPS_, int STAGES_> struct Cut {
+    static constexpr int TOKENS = TOKENS_, ROW_WARPS = ROW_WARPS_, K_GROUPS = 8 / ROW_WARPS, STAGES = STAGES_;
+};
+constexpr int X_ROW_BYTES = TILE_COLS * 2;
 
-/// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles.
-template <class F> constexpr size_t medium_shared_bytes() {
-    return size_t(K_GROUPS) * X_STAGES * (X_STAGE_BYTES + ROW_WARPS * 2 * F::HALF_BYTES);
+/// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles
+/// (`src/kernels/linear_quant.rs` counts the same).
+template <class F, class B> constexpr size_t medium_shared_bytes() {
+    return size_t(B::K_GROUPS) * B::STAGES * (B::TOKENS * X_ROW_BYTES + B::ROW_WARPS * 2 * F::HALF_BYTES);
 }
 
 /// The four words of a strip's row half as bf16 weights.
@@ -202,8 +208,10 @@ template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words
     }
 }
 
-template <class F, bool GATED> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p) {
+template <class F, class B, bool GATED> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
+    constexpr int TILE_TOKENS = B::TOKENS, ROW_WARPS = B::ROW_WARPS, K_GROUPS = B::K_GROUPS, X_STAGES = B::STAGES;
+    constexpr int X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES;
     constexpr int MT = TILE_TOKENS / 8, OUT_ROWS = GATED ? HALF_ROWS : TILE_ROWS, TILE_BYTES = 2 * F::HALF_BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int row_warp = warp % ROW_WARPS, k_group = warp / ROW_WARPS, group_thread = threadIdx.x % (ROW_WARPS * 32);
@@ -317,21 +325,26 @@ constexpr int SMALL_BLOCKS = 2; // thread blocks of the small form on a multipro
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
         pagemill::linear_quant_small<pagemill::F, MT, S, 8, GATED>(p);                                              \
     }
-#define QUANT_MEDIUM(name, F, GATED)                                                                                \
-    extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_THREADS, 1)                                       \
+#define QUANT_MEDIUM(name, F, BLOCKS, GATED, ...)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
-        pagemill::linear_quant_medium<pagemill::F, GATED>(p);                                                       \
+        static_assert(BLOCKS * pagemill::medium_shared_bytes<pagemill::F, __VA_ARGS__>() <= 226 * 1024, "too much shared memory"); \
+        pagemill::linear_quant_medium<pagemill::F, __VA_ARGS__, GATED>(p);                                          \
     }
-// S: tiles in a warp's ring.
-#define QUANT_KERNELS(name, F, S)                                                                                   \
+// S: tiles in a warp's ring; N: stages of the narrow form for 64 tokens.
+#define QUANT_KERNELS(name, F, S, N)                                                                                \
     QUANT_SMALL(name##_m8, F, 1, S, false)                                                                          \
     QUANT_SMALL(name##_m16, F, 2, S, false)                                                                         \
     QUANT_SMALL(gated_##name##_m8, F, 1, S, true)                                                                   \
     QUANT_SMALL(gated_##name##_m16, F, 2, S, true)                                                                  \
-    QUANT_MEDIUM(name##_m64, F, false)                                                                              \
-    QUANT_MEDIUM(gated_##name##_m64, F, true)
-QUANT_KERNELS(q4_0, Q4_0, 8)
-QUANT_KERNELS(q4_1, Q4_1, 8)
-QUANT_KERNELS(q8_0, Q8_0, 5)
-QUANT_KERNELS(q4_k, Q4_K, 8)
-QUANT_KERNELS(q6_k, Q6_K, 5)
+    QUANT_MEDIUM(name##_m32, F, 2, false, pagemill::Cut<32, 4, 3>)                                                  \
+    QUANT_MEDIUM(gated_##name##_m32, F, 2, true, pagemill::Cut<32, 4, 3>)                                           \
+    QUANT_MEDIUM(name##_m32_narrow, F, 1, false, pagemill::Cut<32, 2, 3>)                                           \
+    QUANT_MEDIUM(name##_m64, F, 1, false, pagemill::Cut<64, 4, 4>)                                                  \
+    QUANT_MEDIUM(gated_##name##_m64, F, 1, true, pagemill::Cut<64, 4, 4>)                                           \
+    QUANT_MEDIUM(name##_m64_narrow, F, 1, false, pagemill::Cut<64, 2, N>)
+QUANT_KERNELS(q4_0, Q4_0, 8, 3)
+QUANT_KERNELS(q4_1, Q4_1, 8, 3)
+QUANT_KERNELS(q8_0, Q8_0, 5, 2)
+QUANT_KERNELS(q4_k, Q4_K, 8, 3)
+QUANT_KERNELS(q6_k, Q6_K, 5, 2)

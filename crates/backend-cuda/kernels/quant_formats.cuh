@@ -49,6 +49,11 @@ __device__ __forceinline__ float times_byte(float d, float minus, uint32_t word,
     return fmaf(__uint_as_float(__byte_perm(word, c.float_of_byte, 0x7440 + i)), d, minus);
 }
 
+/// Byte `i` of a word, less 128. (2^23 + 128 times d would round: no one multiplication and addition here.)
+__device__ __forceinline__ float signed_byte(uint32_t word, int i, const Spread& c) {
+    return __uint_as_float(__byte_perm(word, c.float_of_byte, 0x7440 + i)) - (8388608.0f + 128.0f);
+}
+
 struct Q4_0 {
     static constexpr int HALF_BYTES = 512 + 64, GROUPS = 1;
     static constexpr bool TWO_PLANES = false;
@@ -169,14 +174,13 @@ struct Q6_K {
     }
     static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& m, const Spread& c) {
         const uint32_t word = strip < 2 ? r.sc[h].x : r.sc[h].y;
-        const float scale = F16::low(r.d[h]);
-        d = times_byte(scale, scale * (-8388608.0f - 128.0f), word ^ 0x80808080u, strip % 2 * 2 + group, c), m = 0.0f;
+        d = F16::low(r.d[h]) * signed_byte(word ^ 0x80808080u, strip % 2 * 2 + group, c), m = 0.0f;
     }
     static __device__ __forceinline__ void two_scales(float (&d)[2][2], float (&m)[2], const char* half, int g, int two, const Spread& c) {
         const uint32_t sc = read<uint32_t>(half + 768 + g * 8 + two * 4) ^ 0x80808080u;
-        const float scale = F16::low(read<uint16_t>(half + 832 + g * 2)), minus = scale * (-8388608.0f - 128.0f);
+        const float scale = F16::low(read<uint16_t>(half + 832 + g * 2));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) d[i / 2][i % 2] = times_byte(scale, minus, sc, i, c);
+        for (int i = 0; i < 4; ++i) d[i / 2][i % 2] = scale * signed_byte(sc, i, c);
         m[0] = m[1] = 0.0f;
     }
 };

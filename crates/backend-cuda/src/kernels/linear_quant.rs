@@ -161,12 +161,25 @@ pub(crate) struct QuantTask<'a> {
     pub(crate) outputs: &'a [u32],
 }
 
+/// One product: y `[M, N]` = x `[M, C]` · W `[N, C]`ᵀ.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct QuantShape {
+    /// M, tokens.
+    pub(crate) m: u32,
+    /// N, output features.
+    pub(crate) n: u32,
+    /// C, input features.
+    pub(crate) c: u32,
+}
+
 /// A compiled form of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct QuantVariant {
     format: QuantFormat,
-    /// Tokens of a thread block: 1, 8, 16 or 64.
+    /// Tokens of a thread block: 1, 8, 16, 32 or 64.
     columns: u32,
+    /// 32 rows a thread block instead of 64, of the two largest forms without a gate.
+    narrow: bool,
     gated: bool,
 }
 
@@ -174,62 +187,79 @@ impl QuantVariant {
     /// Above this many tokens, widening into bf16 scratch and a library product are faster together (measured at the
     /// 8B Llama shapes: about even at 100 tokens, twice as fast at 256).
     const MAX_TOKENS: u32 = 64;
+    /// Row tiles and k groups of a thread block of the two largest forms: wide, and narrow.
+    const WIDE: (u32, u32) = (4, 2);
+    const NARROW: (u32, u32) = (2, 4);
 
     /// Every compiled form.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        QuantFormat::ALL.into_iter().flat_map(|format| {
-            [1, 8, 16, 64]
-                .into_iter()
-                .flat_map(move |columns| [false, true].map(|gated| Self { format, columns, gated }))
-        })
+        let forms = [1, 8, 16, 32, 64].into_iter().flat_map(|columns| {
+            let form = move |gated, narrow| (columns, narrow, gated);
+            [form(false, false), form(true, false)].into_iter().chain((columns >= 32).then(|| form(false, true)))
+        });
+        forms
+            .flat_map(|(columns, narrow, gated)| QuantFormat::ALL.map(|format| Self { format, columns, narrow, gated }))
     }
 
-    /// The variant for `m` tokens and `c` input features; `None`: widen first. The same variant serves every `m` up to
-    /// its columns, and a row's sums do not depend on `m` within it.
-    pub(crate) fn select(format: QuantFormat, m: u32, c: u32, gated: bool) -> Option<Self> {
-        let columns = match m {
-            1 if c.is_multiple_of(ONE_TOKEN_COLS) => 1,
+    /// The variant for a product on a chip of so many multiprocessors; `None`: widen first. The same variant serves
+    /// every `m` up to its columns, and a row's sums do not depend on `m` within it.
+    pub(crate) fn select(format: QuantFormat, shape: QuantShape, gated: bool, num_sms: u32) -> Option<Self> {
+        let columns = match shape.m {
+            1 if shape.c.is_multiple_of(ONE_TOKEN_COLS) => 1,
             1..=8 => 8,
             9..=16 => 16,
-            17..=Self::MAX_TOKENS => 64,
+            17..=32 => 32,
+            33..=Self::MAX_TOKENS => 64,
             _ => return None,
         };
-        Some(Self { format, columns, gated })
+        let narrow = !gated && columns >= 32 && shape.n.div_ceil(Self::WIDE.0 * 16) < num_sms;
+        Some(Self { format, columns, narrow, gated })
     }
 
     /// The kernel's name.
     pub(crate) fn name(&self) -> String {
         let gated = if self.gated { "gated_" } else { "" };
-        format!("linear_quant_{gated}{}_m{}", self.format.name(), self.columns)
+        let narrow = if self.narrow { "_narrow" } else { "" };
+        format!("linear_quant_{gated}{}_m{}{narrow}", self.format.name(), self.columns)
+    }
+
+    fn row_tiles_and_k_groups(&self) -> (u32, u32) {
+        if self.narrow { Self::NARROW } else { Self::WIDE }
+    }
+
+    /// Whether the format has more than four bits: its rings are shorter.
+    fn is_large(&self) -> bool {
+        matches!(self.format, QuantFormat::Q8_0 | QuantFormat::Q6K)
     }
 
     /// Dynamic shared memory of a thread block, in bytes.
     pub(crate) fn shared_bytes(&self) -> u32 {
         let tile_bytes = self.format.tile_bytes();
-        if self.columns == 64 {
-            // Two k groups of four stages: 64 tokens of 256 bytes, and a tile for each of four warps.
-            return 2 * 4 * (64 * 256 + 4 * tile_bytes);
+        // Each of eight warps has a ring of tiles (for one token, of two tiles), and its sums twice. The larger forms
+        // have stages instead: of each k group its tokens of 256 bytes, and a tile for each of its warps.
+        let ring = |tiles: u32, sum_bytes: u32| 8 * (tiles * tile_bytes + 2 * sum_bytes);
+        let stages = |count: u32| {
+            let (row_tiles, k_groups) = self.row_tiles_and_k_groups();
+            k_groups * count * (self.columns * 256 + row_tiles * tile_bytes)
+        };
+        match self.columns {
+            1 if self.format == QuantFormat::Q8_0 => ring(2 * 3, 64),
+            1 if self.format == QuantFormat::Q6K => ring(2 * 4, 64),
+            1 => ring(2 * 5, 64),
+            8 | 16 => ring(if self.is_large() { 5 } else { 8 }, self.columns / 8 * 512),
+            32 => stages(3),
+            _ if !self.narrow => stages(4),
+            _ => stages(if self.is_large() { 2 } else { 3 }),
         }
-        // Each of eight warps has a ring of tiles (for one token, of two tiles), and its sums twice.
-        if self.columns == 1 {
-            let ring = match self.format {
-                QuantFormat::Q4_0 | QuantFormat::Q4_1 | QuantFormat::Q4K => 5,
-                QuantFormat::Q8_0 => 3,
-                QuantFormat::Q6K => 4,
-            };
-            return 8 * (ring * 2 * tile_bytes + 2 * 64);
-        }
-        let ring = if matches!(self.format, QuantFormat::Q8_0 | QuantFormat::Q6K) { 5 } else { 8 };
-        8 * (ring * tile_bytes + self.columns / 8 * 1024)
     }
 
     /// The launch for a task.
     pub(crate) fn launch(&self, task: QuantTask<'_>, num_sms: u32) -> Launch {
         let rows_per_tile = if self.gated { 8 } else { 16 };
         let blocks_of = |rows: u32| task.outputs.iter().map(|n| n.div_ceil(rows)).sum::<u32>();
-        let grid = if self.columns == 64 {
-            // Four row tiles by 64 tokens each.
-            (blocks_of(rows_per_tile * 4), task.num_tokens.div_ceil(64))
+        let grid = if self.columns >= 32 {
+            let (row_tiles, _) = self.row_tiles_and_k_groups();
+            (blocks_of(rows_per_tile * row_tiles), task.num_tokens.div_ceil(self.columns))
         } else {
             // Thread blocks stay, two on each multiprocessor, and take row tiles in turn.
             (blocks_of(rows_per_tile).min(2 * num_sms), 1)
@@ -288,42 +318,55 @@ mod tests {
         assert!(packed.iter().all(|dtype| dtype.is_quantized()));
     }
 
+    fn select(format: QuantFormat, (m, n, c): (u32, u32, u32), gated: bool) -> Option<QuantVariant> {
+        QuantVariant::select(format, QuantShape { m, n, c }, gated, 132)
+    }
+
     #[test]
-    fn variants_and_their_launches() {
-        let v = QuantVariant::select(QuantFormat::Q4K, 1, 4096, true).unwrap();
+    fn variants_of_few_tokens_and_their_launches() {
+        let v = select(QuantFormat::Q4K, (1, 14_336, 4096), true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_k_m1");
-        assert_eq!(launch(v, 1, &[14_336]).grid, (264, 1));
-        assert_eq!(launch(v, 1, &[14_336]).shared_bytes, 8 * (5 * 2432 + 128));
-        let v = QuantVariant::select(QuantFormat::Q4K, 2, 4096, true).unwrap();
+        let shared_bytes = 8 * (5 * 2432 + 128);
+        assert_eq!(launch(v, 1, &[14_336]), Launch { grid: (264, 1), threads: 256, shared_bytes });
+        let v = select(QuantFormat::Q4K, (2, 14_336, 4096), true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_k_m8");
         let shared_bytes = 8 * (8 * 1216 + 1024);
         assert_eq!(launch(v, 2, &[14_336]), Launch { grid: (264, 1), threads: 256, shared_bytes });
-        assert_eq!(launch(v, 1, &[100]).grid, (13, 1), "tiles of eight outputs");
-        let v = QuantVariant::select(QuantFormat::Q8_0, 16, 32, false).unwrap();
+        assert_eq!(launch(v, 2, &[100]).grid, (13, 1), "tiles of eight outputs");
+        let v = select(QuantFormat::Q8_0, (16, 1000, 32), false).unwrap();
         assert_eq!(v.name(), "linear_quant_q8_0_m16");
         assert_eq!(launch(v, 16, &[1000, 17, 1]).grid, (63 + 2 + 1, 1), "a tile belongs to one part");
-        let v = QuantVariant::select(QuantFormat::Q6K, 64, 256, false).unwrap();
+    }
+
+    #[test]
+    fn variants_of_more_tokens_and_their_launches() {
+        let v = select(QuantFormat::Q6K, (64, 14_336, 256), false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m64");
-        assert_eq!(launch(v, 64, &[100]), Launch { grid: (2, 1), threads: 256, shared_bytes: 185_344 });
-        assert_eq!(launch(v, 300, &[100, 1]).grid, (3, 5));
-        let v = QuantVariant::select(QuantFormat::Q6K, 17, 256, true).unwrap();
-        assert_eq!(launch(v, 17, &[33]).grid, (2, 1));
+        assert_eq!(launch(v, 64, &[14_336]), Launch { grid: (224, 1), threads: 256, shared_bytes: 185_344 });
+        let v = select(QuantFormat::Q6K, (17, 4096, 256), false).unwrap();
+        assert_eq!(v.name(), "linear_quant_q6_k_m32_narrow");
+        assert_eq!(launch(v, 17, &[4096, 33]).grid, (128 + 2, 1));
+        let v = select(QuantFormat::Q4_0, (33, 100, 32), true).unwrap();
+        assert_eq!(v.name(), "linear_quant_gated_q4_0_m64");
+        assert_eq!(launch(v, 33, &[100]).grid, (4, 1));
     }
 
     #[test]
     fn a_variant_serves_every_number_of_tokens_up_to_its_columns() {
-        let columns = |m, c| QuantVariant::select(QuantFormat::Q4_1, m, c, false).map(|v| v.columns);
-        assert_eq!([1, 2, 8, 9, 16, 17, 64].map(|m| columns(m, 512)), [1, 8, 8, 16, 16, 64, 64].map(Some));
+        let columns = |m, c| select(QuantFormat::Q4_1, (m, 64, c), false).map(|v| v.columns);
+        let tokens = [1, 2, 8, 9, 16, 17, 32, 33, 64];
+        assert_eq!(tokens.map(|m| columns(m, 512)), [1, 8, 8, 16, 16, 32, 32, 64, 64].map(Some));
         assert_eq!(columns(1, 576), Some(8), "a part of a pair of tiles");
         assert!(columns(0, 512).is_none() && columns(65, 512).is_none());
     }
 
-    /// Two thread blocks share a multiprocessor of compute capability 9, whose shared memory is 228 KiB.
+    /// A multiprocessor of compute capability 9 has 228 KiB of shared memory, of which each thread block costs one more
+    /// than it asks for.
     #[test]
-    fn two_thread_blocks_fit_a_multiprocessor() {
-        for variant in QuantVariant::all().filter(|variant| variant.columns <= 16) {
-            let each = variant.shared_bytes() + 1024;
-            assert!(2 * each <= 228 << 10, "{}", variant.name());
+    fn thread_blocks_fit_a_multiprocessor() {
+        for variant in QuantVariant::all() {
+            let blocks = if variant.columns == 64 || variant.narrow { 1 } else { 2 };
+            assert!(blocks * (variant.shared_bytes() + 1024) <= 228 << 10, "{}", variant.name());
         }
     }
 
@@ -331,8 +374,8 @@ mod tests {
     fn every_selected_variant_is_compiled() {
         let all: Vec<QuantVariant> = QuantVariant::all().collect();
         for format in QuantFormat::ALL {
-            for (gated, c) in [(false, 256), (true, 256), (false, 32), (true, 32)] {
-                assert!((1..=64).all(|m| all.contains(&QuantVariant::select(format, m, c, gated).unwrap())));
+            for (gated, n, c) in [(false, 256, 256), (true, 256, 256), (false, 50_000, 32), (true, 50_000, 32)] {
+                assert!((1..=64).all(|m| all.contains(&select(format, (m, n, c), gated).unwrap())));
             }
         }
     }

@@ -14,7 +14,7 @@ use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, w
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::kernels::linear_quant::{
-    MAX_PARTS, QuantFormat, QuantParams, QuantPart, QuantTask, QuantVariant, TILE_ROWS, tile_launch,
+    MAX_PARTS, QuantFormat, QuantParams, QuantPart, QuantShape, QuantTask, QuantVariant, TILE_ROWS, tile_launch,
 };
 use crate::kernels::{GateActivation, Launch};
 use crate::rows::Function;
@@ -145,8 +145,8 @@ impl PackedKernels {
 
     /// The form for so many tokens, if there is one and the chip has room for it.
     fn select(&self, matrix: Matrix<'_>, num_tokens: usize, gated: bool) -> Option<QuantVariant> {
-        let num_tokens = u32::try_from(num_tokens).ok()?;
-        QuantVariant::select(format_of(matrix)?, num_tokens, word(matrix.cols), gated)
+        let shape = QuantShape { m: u32::try_from(num_tokens).ok()?, n: word(matrix.rows), c: word(matrix.cols) };
+        QuantVariant::select(format_of(matrix)?, shape, gated, word(self.device.num_multiprocessors()))
             .filter(|variant| self.products.contains_key(variant))
     }
 
@@ -192,9 +192,10 @@ impl LinearOps {
     /// The products at the front of `products` that one launch takes, and its form.
     pub(super) fn packed_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(QuantVariant, usize)> {
         let [first, others @ ..] = products else { return None };
-        let format = format_of(first.matrix)?;
         let variant = self.packed.select(first.matrix, num_tokens, false)?;
-        let joins = |other: &&Product<'_>| other.out.elem == first.out.elem && format_of(other.matrix) == Some(format);
+        let joins = |other: &&Product<'_>| {
+            other.out.elem == first.out.elem && self.packed.select(other.matrix, num_tokens, false) == Some(variant)
+        };
         Some((variant, 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count()))
     }
 

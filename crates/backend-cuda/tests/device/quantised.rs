@@ -54,11 +54,18 @@ fn counted(gpu: &CudaBackend, run: impl FnOnce()) -> u64 {
     gpu.packed_product_launches() - before
 }
 
+#[track_caller]
+fn assert_same(got: &[f32], want: &[f32], what: &str) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    let wrong = got.iter().zip(want).enumerate().find(|(_, (got, want))| got != want);
+    assert!(wrong.is_none(), "{what}: element, got and want {wrong:?}");
+}
+
 fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
-/// What is packed is what was stored, bit for bit, in every row and column.
+/// What is packed is what was stored, number for number (zeros of either sign), in every row and column.
 #[test]
 fn packed_rows_are_the_stored_ones() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
@@ -68,10 +75,7 @@ fn packed_rows_are_the_stored_ones() {
                 let bytes = signed(dtype, rows, cols, &mut Random::new((rows + cols) as u64));
                 let got = embedded(&gpu, &load(&gpu, dtype, rows, cols, &bytes));
                 let want = elements(dtype, rows, cols, &bytes);
-                let wrong = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
-                if let Some(at) = wrong {
-                    panic!("{dtype} {rows} x {cols}: element {at} is {}, not {}", got[at], want[at]);
-                }
+                assert_same(&got, &want, &format!("{dtype} {rows} x {cols}"));
             }
         }
     }
@@ -111,8 +115,7 @@ fn a_large_packed_weight_arrives_whole() {
     let bytes = signed(DType::Q8_0, rows, cols, &mut Random::new(5));
     let weight = load(&gpu, DType::Q8_0, rows, cols, &bytes);
     let (got, want) = (embedded(&gpu, &weight), elements(DType::Q8_0, rows, cols, &bytes));
-    let wrong = got.iter().zip(&want).position(|(got, want)| got.to_bits() != want.to_bits());
-    assert!(wrong.is_none(), "element {wrong:?}");
+    assert_same(&got, &want, "the large weight");
 }
 
 /// Largest distance from the reference.
@@ -206,7 +209,7 @@ fn a_packed_rows_bits_do_not_depend_on_how_few_tokens_there_are() {
         let weight = load(&gpu, dtype, rows, cols, &signed(dtype, rows, cols, &mut random));
         let bias = gpu.load_vector("bias", &random.normal(rows)).unwrap();
         let x = random.normal(64 * cols);
-        for (least, most) in [(2, 8), (9, 16), (17, 64)] {
+        for (least, most) in [(2, 8), (9, 16), (17, 32), (33, 64)] {
             let run = |first: usize, count: usize| {
                 let x = activation(&gpu, count, cols, &x[first * cols..(first + count) * cols]);
                 bits(&product(&gpu, &x, &weight, Some(&bias)))
