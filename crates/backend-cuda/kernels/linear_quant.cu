@@ -9,7 +9,7 @@
 // t = Σ (128 + n) x over a strip, and a second product with a constant takes the offset away (or, with ones, gives
 // s = Σ x for the formats with minima); scale and minimum are applied to the sums, in f32, so that rounding happens
 // in x alone. Q8_0 is two nibbles, Q6_K has six bits in one number and takes its scale every 16 elements. Warps
-// share a row tile by cutting C, as in linear_small.cu.
+// share a row tile by cutting C, as in linear_small.cu. One token has linear_quant_one.cu.
 //
 // Above, 32 or 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied
 // out to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be. Where that makes fewer

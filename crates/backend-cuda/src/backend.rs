@@ -6,10 +6,10 @@
 //! With [`Activations::F32`] everything is f32, for comparisons.
 //!
 //! A row's bits depend on its own input only in every op but [`Backend::linear`] and [`Backend::gated_mlp`]. There they
-//! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements (a quantised weight has
-//! another kernel for one token than for two to 8); else cuBLASLt picks its
-//! algorithm by the number of tokens. [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where
-//! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
+//! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
+//! algorithm by the number of tokens. A quantised weight has kernels of its own for 1, up to 8, 16, 32 and 128 tokens.
+//! [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where a sequence's keys are cut follows
+//! from the lengths of all, so that every multiprocessor has work.
 
 mod pools;
 

@@ -185,8 +185,8 @@ pub(crate) struct QuantVariant {
 
 impl QuantVariant {
     /// Above this many tokens, widening into bf16 scratch and a library product are faster together (measured at the
-    /// 8B Llama shapes: about even at 100 tokens, twice as fast at 256).
-    const MAX_TOKENS: u32 = 64;
+    /// 8B Llama shape: a step of 128 tokens takes 16 ms so, its products 10 ms by our kernel; at 256, 16 and 21).
+    const MAX_TOKENS: u32 = 128;
     /// Row tiles and k groups of a thread block of the two largest forms: wide, and narrow.
     const WIDE: (u32, u32) = (4, 2);
     const NARROW: (u32, u32) = (2, 4);
@@ -201,14 +201,15 @@ impl QuantVariant {
             .flat_map(|(columns, narrow, gated)| QuantFormat::ALL.map(|format| Self { format, columns, narrow, gated }))
     }
 
-    /// The variant for a product on a chip of so many multiprocessors; `None`: widen first. The same variant serves
-    /// every `m` up to its columns, and a row's sums do not depend on `m` within it.
+    /// The variant for a product on a chip of so many multiprocessors; `None`: widen first. A row's sums depend on the
+    /// variant only, not on `m` within it.
     pub(crate) fn select(format: QuantFormat, shape: QuantShape, gated: bool, num_sms: u32) -> Option<Self> {
         let columns = match shape.m {
             1 if shape.c.is_multiple_of(ONE_TOKEN_COLS) => 1,
             1..=8 => 8,
             9..=16 => 16,
             17..=32 => 32,
+            // Beyond 64 a thread block for each 64.
             33..=Self::MAX_TOKENS => 64,
             _ => return None,
         };
@@ -349,15 +350,16 @@ mod tests {
         let v = select(QuantFormat::Q4_0, (33, 100, 32), true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_0_m64");
         assert_eq!(launch(v, 33, &[100]).grid, (4, 1));
+        assert_eq!(launch(v, 65, &[100]).grid, (4, 2));
     }
 
     #[test]
     fn a_variant_serves_every_number_of_tokens_up_to_its_columns() {
         let columns = |m, c| select(QuantFormat::Q4_1, (m, 64, c), false).map(|v| v.columns);
-        let tokens = [1, 2, 8, 9, 16, 17, 32, 33, 64];
+        let tokens = [1, 2, 8, 9, 16, 17, 32, 33, 128];
         assert_eq!(tokens.map(|m| columns(m, 512)), [1, 8, 8, 16, 16, 32, 32, 64, 64].map(Some));
         assert_eq!(columns(1, 576), Some(8), "a part of a pair of tiles");
-        assert!(columns(0, 512).is_none() && columns(65, 512).is_none());
+        assert!(columns(0, 512).is_none() && columns(129, 512).is_none());
     }
 
     /// A multiprocessor of compute capability 9 has 228 KiB of shared memory, of which each thread block costs one more
@@ -375,7 +377,7 @@ mod tests {
         let all: Vec<QuantVariant> = QuantVariant::all().collect();
         for format in QuantFormat::ALL {
             for (gated, n, c) in [(false, 256, 256), (true, 256, 256), (false, 50_000, 32), (true, 50_000, 32)] {
-                assert!((1..=64).all(|m| all.contains(&select(format, (m, n, c), gated).unwrap())));
+                assert!((1..=128).all(|m| all.contains(&select(format, (m, n, c), gated).unwrap())));
             }
         }
     }

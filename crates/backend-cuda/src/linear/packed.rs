@@ -3,12 +3,14 @@
 //!
 //! | tokens | way |
 //! |---|---|
-//! | up to 64 | `linear_quant.cu`, for one `linear_quant_one.cu`: up to three products of one input and format at once; gate, up and their activation at once |
+//! | 1 | `linear_quant_one.cu`, where C is a multiple of 256 |
+//! | up to 128 | `linear_quant.cu` |
 //! | more | widened to bf16 in pieces, then cuBLASLt |
 //!
-//! A form that asks for more shared memory than the chip has is left out, and the second way taken instead; where
-//! cuBLASLt has no algorithm, eight tokens at a time go the first way. Every chip has the
-//! forms for one and eight.
+//! The first two take up to three products of one input and format at once, and gate, up and the activation between
+//! them at once. A form that asks for more shared memory than the chip has is left out, and the last way taken
+//! instead; where cuBLASLt has no algorithm, eight tokens at a time go the first two. Every chip has the forms for one
+//! and eight.
 
 use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, word};
 use crate::device::Device;

@@ -10,8 +10,10 @@ use pagemill_backend_cuda::{Activations, CudaBackend};
 
 /// The types with a layout for the tensor cores.
 const PACKED: [DType; 5] = [DType::Q4_0, DType::Q4_1, DType::Q8_0, DType::Q4_K, DType::Q6_K];
-/// The two forms up to 16 tokens, the one up to 64, and what is widened; each at its ends.
-const TOKENS: [usize; 11] = [1, 2, 7, 8, 9, 16, 17, 33, 64, 65, 300];
+/// The most tokens that are multiplied without widening.
+const MOST_TOKENS: usize = 128;
+/// Every form, and what is widened; each at its ends.
+const TOKENS: [usize; 14] = [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 300];
 
 /// Columns: the fewest, a part of a tile at the end, and several tiles for each warp.
 fn cols_of(dtype: DType) -> [usize; 3] {
@@ -163,7 +165,7 @@ fn every_packed_type_at_every_number_of_tokens() {
         let [few, some, many] = cols_of(dtype);
         // Fewer row tiles than thread blocks and more, parts of a tile at the end, one row alone.
         for (rows, cols, tokens) in
-            [(5003, few, &[1, 8, 16, 33, 65][..]), (130, some, &TOKENS), (39, many, &TOKENS), (1, some, &TOKENS)]
+            [(5003, few, &[1, 8, 16, 32, 65][..]), (130, some, &TOKENS), (39, many, &TOKENS), (1, some, &TOKENS)]
         {
             let mut random = Random::new((rows * 7 + cols) as u64);
             let bytes = signed(dtype, rows, cols, &mut random);
@@ -183,7 +185,7 @@ fn every_packed_type_at_every_number_of_tokens() {
                         let part = LinearPart { weight: &weight, bias: Some(&device_bias), out: &mut out };
                         gpu.linear(&x, &mut [part]).unwrap();
                     });
-                    assert_eq!(launches, u64::from(tokens <= 64), "{what}");
+                    assert_eq!(launches, u64::from(tokens <= MOST_TOKENS), "{what}");
                     let got = error(&host(&gpu, &out), &exact);
                     let allowed = match is_f32 {
                         true => 2.0 * error(&naive, &exact),
@@ -208,8 +210,8 @@ fn a_packed_rows_bits_do_not_depend_on_how_few_tokens_there_are() {
         let mut random = Random::new(17);
         let weight = load(&gpu, dtype, rows, cols, &signed(dtype, rows, cols, &mut random));
         let bias = gpu.load_vector("bias", &random.normal(rows)).unwrap();
-        let x = random.normal(64 * cols);
-        for (least, most) in [(2, 8), (9, 16), (17, 32), (33, 64)] {
+        let x = random.normal(128 * cols);
+        for (least, most) in [(2, 8), (9, 16), (17, 32), (33, 128)] {
             let run = |first: usize, count: usize| {
                 let x = activation(&gpu, count, cols, &x[first * cols..(first + count) * cols]);
                 bits(&product(&gpu, &x, &weight, Some(&bias)))
@@ -242,7 +244,7 @@ fn packed_products_of_one_input_share_launches() {
                 .enumerate()
                 .map(|(nth, &rows)| (nth % 2 == 0).then(|| gpu.load_vector("bias", &random.normal(rows)).unwrap()))
                 .collect();
-            for tokens in [1, 8, 11, 50] {
+            for tokens in [1, 8, 11, 20, 50] {
                 let x = activation(&gpu, tokens, cols, &random.normal(tokens * cols));
                 let mut outs: Vec<Tensor> = sizes.iter().map(|&rows| poisoned(&gpu, tokens, rows)).collect();
                 let mut parts: Vec<LinearPart<'_>> = weights
@@ -270,7 +272,7 @@ fn mixed_types_of_one_input() {
     let (rows, cols) = (72, 512);
     let mut random = Random::new(41);
     let weights = types.map(|dtype| load(&gpu, dtype, rows, cols, &stored(dtype, rows, cols, &mut random)));
-    for (tokens, expected) in [(1, 3), (12, 3), (40, 3), (90, 0)] {
+    for (tokens, expected) in [(1, 3), (12, 3), (40, 3), (90, 3), (150, 0)] {
         let x = activation(&gpu, tokens, cols, &random.normal(tokens * cols));
         let mut outs = types.map(|_| poisoned(&gpu, tokens, rows));
         let mut parts: Vec<LinearPart<'_>> =
@@ -358,6 +360,7 @@ fn gated_layers_of_packed_weights() {
                 (Activation::Silu, 17),
                 (Activation::GeluTanh, 64),
                 (Activation::Silu, 65),
+                (Activation::GeluTanh, 129),
             ] {
                 // Small enough that the gate is neither all open nor shut.
                 let x: Vec<f32> = random.normal(tokens * cols).iter().map(|x| x * 0.1).collect();
@@ -365,7 +368,7 @@ fn gated_layers_of_packed_weights() {
                 let mut got = Vec::new();
                 let launches = counted(&gpu, || got = mlp.run(&gpu, act, &x));
                 let what = format!("{dtype} {act:?}, {tokens} tokens, {cols} to {inner}");
-                assert_eq!(launches, u64::from(tokens <= 64), "{what}");
+                assert_eq!(launches, u64::from(tokens <= MOST_TOKENS), "{what}");
                 assert_close(&got, &mlp.run(&cpu, act, &x), 1.0 / 64.0, &what);
             }
         }
