@@ -12,8 +12,8 @@
 // share a row tile by cutting C, as in linear_small.cu. One token has linear_quant_one.cu.
 //
 // Above, 32 or 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied
-// out to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be. Where that makes fewer
-// thread blocks than there are multiprocessors, 32 rows, and C cut in four instead of two.
+// out to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be. Where that makes so few
+// thread blocks that twice as many run at once, 32 rows, and C cut in four instead of two.
 //
 // The gated form makes each tile of a half of the gate's and the same half of up's: both sums of an output meet in one
 // place. Up to three products of one x (q, k, v) with weights of one format share a launch.

@@ -74,7 +74,7 @@ static int tile_blocks(const Format& f, int rows, int c) { return (tile_bytes(f,
 static void run(const Format& f, const QuantParams& p, bool gated, cudaStream_t s, bool overlap, int sms, int force = 0) {
     int cols = force ? force : p.m == 1 && p.c % 256 == 0 ? 1 : p.m <= 8 ? 8 : p.m <= 16 ? 16 : p.m <= 32 ? 32 : 64;
     if (cols >= 32) {
-        const bool narrow = !gated && (p.n + 63) / 64 < uint32_t(sms);
+        const bool narrow = !gated && 2 * ((p.n + 63) / 64) * ((p.m + cols - 1) / cols) <= uint32_t(sms);
         auto kernel = gated ? (cols == 32 ? f.g32 : f.g64) : narrow ? (cols == 32 ? f.n32 : f.n64) : cols == 32 ? f.m32 : f.m64;
         const int row_tiles = narrow ? 2 : 4, stages = cols == 32 ? 3 : !narrow ? 4 : f.ring == 5 ? 2 : 3;
         size_t shared = size_t(8 / row_tiles) * stages * (cols * 256 + row_tiles * f.tile_bytes);

@@ -213,7 +213,9 @@ impl QuantVariant {
             33..=Self::MAX_TOKENS => 64,
             _ => return None,
         };
-        let narrow = !gated && columns >= 32 && shape.n.div_ceil(Self::WIDE.0 * 16) < num_sms;
+        // Where twice as many thread blocks still run at once.
+        let blocks = u64::from(shape.n.div_ceil(Self::WIDE.0 * 16)) * u64::from(shape.m.div_ceil(columns));
+        let narrow = !gated && columns >= 32 && 2 * blocks <= u64::from(num_sms);
         Some(Self { format, columns, narrow, gated })
     }
 
@@ -347,6 +349,8 @@ mod tests {
         let v = select(QuantFormat::Q6K, (17, 4096, 256), false).unwrap();
         assert_eq!(v.name(), "linear_quant_q6_k_m32_narrow");
         assert_eq!(launch(v, 17, &[4096, 33]).grid, (128 + 2, 1));
+        assert_eq!(select(QuantFormat::Q6K, (17, 4352, 256), false).unwrap().name(), "linear_quant_q6_k_m32");
+        assert_eq!(select(QuantFormat::Q6K, (65, 4096, 256), false).unwrap().name(), "linear_quant_q6_k_m64");
         let v = select(QuantFormat::Q4_0, (33, 100, 32), true).unwrap();
         assert_eq!(v.name(), "linear_quant_gated_q4_0_m64");
         assert_eq!(launch(v, 33, &[100]).grid, (4, 1));
