@@ -1,208 +1,25 @@
-// y [M, N] = x [M, C] · W [N, C]^T with W in GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K), repacked at load.
-// Decides how quantised weights become tensor-core operands; the host (`src/kernels/linear_quant.rs`) repacks
-// and picks the variant. Knows no layer.
+// y [M, N] = x [M, C] · W [N, C]^T with W in GGUF blocks (Q4_0, Q4_1, Q8_0, Q4_K, Q6_K), repacked at load
+// (quant_formats.cuh). Decides how the weights meet x in the tensor cores and how thread blocks share rows; the host
+// (`src/kernels/linear_quant.rs`) picks the variant. Knows no layer.
 //
 // Letters: M tokens, N output features, C input features. A strip is 32 elements of C, a k tile four strips.
-// Repacked layout: [N / 16][C / 128] tiles of 16 rows, quants first, then scales; inside, lane (g, c) of a warp
-// finds its 8 elements of each strip of row g, then of row g + 8, in one word (fragments.cuh). Elements behind C
-// and rows behind N have scale 0.
 //
 // A nibble n becomes the bf16 number 128 + n by one mask and one or (the mantissa's lowest bit weighs 1 there),
 // which is exact. Up to 16 tokens nothing is multiplied out before the product: the tensor cores sum
 // t = Σ (128 + n) x over a strip, and a second product with a constant takes the offset away (or, with ones, gives
 // s = Σ x for the formats with minima); scale and minimum are applied to the sums, in f32, so that rounding happens
 // in x alone. Q8_0 is two nibbles, Q6_K has six bits in one number and takes its scale every 16 elements. Warps
-// share a row tile by cutting C, as in linear_small.cu.
+// share a row tile by cutting C, as in linear_small.cu. One token has linear_quant_one.cu.
 //
-// Above, 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied out
-// to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be.
-#include "fragments.cuh"
+// Above, 32 or 64 tokens by 64 rows a thread block, x staged through shared memory: there the weights are multiplied
+// out to bf16 once for all tokens, which rounds each of them, as a dequantised matrix would be. Where that makes so few
+// thread blocks that twice as many run at once, 32 rows, and C cut in four instead of two.
+//
+// The gated form makes each tile of a half of the gate's and the same half of up's: both sums of an output meet in one
+// place. Up to three products of one x (q, k, v) with weights of one format share a launch.
+#include "quant_product.cuh"
 
 namespace pagemill {
-
-struct QuantParams {
-    const void* x;        // [M, x_stride] bf16
-    const void* w;        // repacked tiles
-    const float* bias;    // [N] or null (not gated)
-    const void* residual; // [M, y_stride] elements of y_type, added, or null; may be y
-    void* y;              // [M, y_stride] elements of y_type
-    uint32_t m;
-    uint32_t n;           // outputs; gated: W has 2 n rows, in tiles of 8 of the gate and 8 of up
-    uint32_t c;           // multiple of 32
-    uint32_t x_stride;
-    uint32_t y_stride;
-    uint32_t y_type;      // ActivationType
-    uint32_t activation;  // GateActivation
-};
-static_assert(sizeof(QuantParams) == 72, "src/kernels/linear_quant.rs has the same struct");
-
-constexpr uint32_t NIBBLES = 0x000f000f, BIASED = 0x43004300, ONES = 0x3f803f80;
-
-/// A constant that the compiler keeps in a register: masks and offset then meet in one instruction, which has room
-/// for one literal only, and an operand of four equal words is not built anew for every product.
-__device__ __forceinline__ uint32_t in_register(uint32_t value) {
-    uint32_t out;
-    asm volatile("mov.u32 %0, %1;" : "=r"(out) : "r"(value));
-    return out;
-}
-struct Spread { uint32_t mask = in_register(NIBBLES), bias = in_register(BIASED); };
-
-__device__ __forceinline__ uint32_t word_of(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
-__device__ __forceinline__ float half_of(uint32_t pair, int i) { return i == 0 ? F16::low(pair) : F16::high(pair); }
-/// Byte `i` of a word as a float, by the same trick with 2^23.
-__device__ __forceinline__ float byte_of(uint32_t word, int i) {
-    return __uint_as_float(__byte_perm(word, 0x4b000000u, 0x7440 + i)) - 8388608.0f;
-}
-/// (x & mask) | bias.
-__device__ __forceinline__ uint32_t masked_or(uint32_t x, uint32_t mask, uint32_t bias) {
-    uint32_t out;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(x), "r"(mask), "r"(bias));
-    return out;
-}
-/// Four pairs of 128 + nibble.
-__device__ __forceinline__ void spread_nibbles(uint32_t (&pair)[4], uint32_t word, const Spread& c) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) pair[i] = masked_or(word >> (4 * i), c.mask, c.bias);
-}
-
-template <class V> __device__ __forceinline__ V read(const char* from) { return *reinterpret_cast<const V*>(from); }
-
-/// A tile to shared memory by one warp, in the background.
-template <int TILE_BYTES> __device__ __forceinline__ void request_tile(uint32_t to, const char* from, int lane) {
-    static_assert(TILE_BYTES % 16 == 0, "copies are 16 bytes");
-#pragma unroll
-    for (int i = 0; i < TILE_BYTES; i += 512)
-        if (i + 512 <= TILE_BYTES || lane * 16 < TILE_BYTES - i) copy16_async(to + i + lane * 16, from + i + lane * 16, true);
-}
-
-// A format: `Raw` is what a lane holds of a tile; `pairs` gives the four operand words of a strip's row half;
-// `scale` gives d and e of w = d q + e for the operands q. CENTRE, where it is not 0, is the bf16 pair that takes the
-// offset away: then w = d (q + CENTRE), counted once, on the last plane.
-
-struct Q4_0 {
-    static constexpr int TILE_BYTES = 1024 + 128, GROUPS = 1;
-    static constexpr bool TWO_PLANES = false;
-    static constexpr uint32_t CENTRE = 0xc308c308; // -136
-    struct Raw { uint4 q[2]; uint2 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = read<uint2>(tile + 1024 + (lane / 4 + h * 8) * 8);
-    }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
-        spread_nibbles(p, word_of(r.q[h], strip), c);
-    }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
-        d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
-        e = -136.0f * d;
-    }
-};
-
-struct Q8_0 {
-    static constexpr int TILE_BYTES = 2048 + 128, GROUPS = 1;
-    static constexpr bool TWO_PLANES = true;
-    static constexpr uint32_t CENTRE = 0xc310c310; // -144: the high plane counts 16 times
-    struct Raw { uint4 q[2][2]; uint2 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-            for (int plane = 0; plane < 2; ++plane) r.q[plane][h] = read<uint4>(tile + plane * 1024 + h * 512 + lane * 16);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = read<uint2>(tile + 2048 + (lane / 4 + h * 8) * 8);
-    }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int plane, const Spread& c) {
-        spread_nibbles(p, word_of(r.q[plane][h], strip), c);
-    }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
-        d = half_of(strip < 2 ? r.s[h].x : r.s[h].y, strip % 2);
-        e = -2304.0f * d; // 128 of the low plane, 16 * 128 of the high one, 128 of the sign
-    }
-};
-
-struct Q4_1 {
-    static constexpr int TILE_BYTES = 1024 + 256, GROUPS = 1;
-    static constexpr bool TWO_PLANES = false;
-    static constexpr uint32_t CENTRE = 0; // minima instead
-    struct Raw { uint4 q[2]; uint4 s[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.s[h] = read<uint4>(tile + 1024 + (lane / 4 + h * 8) * 16);
-    }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
-        spread_nibbles(p, word_of(r.q[h], strip), c);
-    }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
-        const uint32_t dm = word_of(r.s[h], strip);
-        d = F16::low(dm);
-        e = F16::high(dm) - 128.0f * d;
-    }
-};
-
-struct Q4_K {
-    static constexpr int TILE_BYTES = 1024 + 192, GROUPS = 1;
-    static constexpr bool TWO_PLANES = false;
-    static constexpr uint32_t CENTRE = 0; // minima instead
-    struct Raw { uint4 q[2]; uint32_t dm[2], sc[2], mn[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const char* at = tile + 1024 + (lane / 4 + h * 8) * 4;
-            r.dm[h] = read<uint32_t>(at), r.sc[h] = read<uint32_t>(at + 64), r.mn[h] = read<uint32_t>(at + 128);
-        }
-    }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
-        spread_nibbles(p, word_of(r.q[h], strip), c);
-    }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int, int h, float& d, float& e) {
-        d = F16::low(r.dm[h]) * byte_of(r.sc[h], strip);
-        e = fmaf(-F16::high(r.dm[h]), byte_of(r.mn[h], strip), -128.0f * d);
-    }
-};
-
-struct Q6_K {
-    static constexpr int TILE_BYTES = 1024 + 512 + 128 + 32, GROUPS = 2;
-    static constexpr bool TWO_PLANES = false;
-    static constexpr uint32_t CENTRE = 0xc320c320; // -160
-    struct Raw { uint4 q[2]; uint2 top[2]; uint2 sc[2]; uint32_t d[2]; };
-    static __device__ __forceinline__ void load(Raw& r, const char* tile, int lane) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) r.q[h] = read<uint4>(tile + h * 512 + lane * 16);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const int row = lane / 4 + h * 8;
-            r.top[h] = read<uint2>(tile + 1024 + h * 256 + lane * 8);
-            r.sc[h] = read<uint2>(tile + 1536 + row * 8);
-            r.d[h] = read<uint32_t>(tile + 1664 + row / 2 * 4) >> (row % 2 * 16);
-        }
-    }
-    static __device__ __forceinline__ void pairs(uint32_t (&p)[4], const Raw& r, int strip, int h, int, const Spread& c) {
-        const uint32_t low = word_of(r.q[h], strip), top = strip < 2 ? r.top[h].x : r.top[h].y;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int at = strip % 2 * 8 + i * 2; // of this pair's two bits in each half
-            const uint32_t bits = at >= 4 ? top >> (at - 4) : top << (4 - at);
-            p[i] = masked_or(bits, 0x00300030, masked_or(low >> (4 * i), c.mask, c.bias));
-        }
-    }
-    static __device__ __forceinline__ void scale(const Raw& r, int strip, int group, int h, float& d, float& e) {
-        const uint32_t word = strip < 2 ? r.sc[h].x : r.sc[h].y;
-        d = F16::low(r.d[h]) * (byte_of(word ^ 0x80808080u, strip % 2 * 2 + group) - 128.0f);
-        e = -160.0f * d;
-    }
-};
-
-/// A lane's x of one strip and token as operand B: elements 8c .. 8c + 7, or 4c .. 4c + 3 of each half.
-template <class F> __device__ __forceinline__ uint4 load_x(const char* strip, int c) {
-    if constexpr (F::GROUPS == 1) return __ldg(reinterpret_cast<const uint4*>(strip + c * 16));
-    const uint2 a = __ldg(reinterpret_cast<const uint2*>(strip + c * 8)), b = __ldg(reinterpret_cast<const uint2*>(strip + 32 + c * 8));
-    return make_uint4(a.x, a.y, b.x, b.y);
-}
 
 /// One strip of 16 rows times MT * 8 tokens, added to `acc`; `other` is four times CENTRE, or ones.
 template <class F, int MT>
@@ -223,9 +40,13 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
     }
 #pragma unroll
     for (int group = 0; group < F::GROUPS; ++group) {
-        float d[2], e[2];
-        F::scale(r, strip, group, 0, d[0], e[0]);
-        F::scale(r, strip, group, 1, d[1], e[1]);
+        float d[2], e[2]; // of w = d q + e
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float m;
+            F::scale(r, strip, group, h, d[h], m, spread);
+            e[h] = fmaf(-F::BIAS, d[h], m);
+        }
 #pragma unroll
         for (int t = 0; t < MT; ++t) {
             float q[PLANES][4] = {}, s[4] = {};
@@ -249,30 +70,44 @@ __device__ __forceinline__ void strip_product(float (&acc)[MT][4], const typenam
 
 /// Bytes of a thread block's shared memory: every warp's ring of tiles, and its sums twice
 /// (`src/kernels/linear_quant.rs` counts the same).
-template <class F, int MT, int S, int WARPS> constexpr size_t small_shared_bytes() { return size_t(WARPS) * (S * F::TILE_BYTES + 2 * MT * 512); }
+template <class F, int MT, int S, int WARPS> constexpr size_t small_shared_bytes() { return size_t(WARPS) * (S * 2 * F::HALF_BYTES + 2 * MT * 512); }
 
 // Tiles go through shared memory because a register pipeline does not survive the compiler: loads of several tiles
 // share a scoreboard, and waiting for the oldest waits for all. Counted groups of copies do not.
 template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinline__ void linear_quant_small(const QuantParams& p) {
-    constexpr int OUT_ROWS = GATED ? 8 : 16, SUMS = MT * 128;
+    constexpr int OUT_ROWS = GATED ? HALF_ROWS : TILE_ROWS, SUMS = MT * 128, TILE_BYTES = 2 * F::HALF_BYTES;
     extern __shared__ __align__(128) unsigned char shared_bytes[];
     auto& partial = *reinterpret_cast<float(*)[2][WARPS][SUMS]>(shared_bytes);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const char* ring = reinterpret_cast<const char*>(shared_bytes) + sizeof(partial) + warp * (S * F::TILE_BYTES);
-    const uint32_t row_tiles = (p.n + OUT_ROWS - 1) / OUT_ROWS, k_tiles = (p.c + 127) / 128, strips = p.c / 32;
+    const char* ring = reinterpret_cast<const char*>(shared_bytes) + sizeof(partial) + warp * (S * TILE_BYTES);
+    uint32_t row_tiles = (p.n + OUT_ROWS - 1) / OUT_ROWS;
+    if constexpr (!GATED) {
+#pragma unroll
+        for (int i = 0; i < MORE_QUANT_PARTS; ++i) row_tiles += (p.more[i].n + OUT_ROWS - 1) / OUT_ROWS;
+    }
+    const uint32_t k_tiles = (p.c + TILE_COLS - 1) / TILE_COLS, strips = p.c / STRIP;
     // Columns behind the last token repeat it, and strips behind C repeat the last one at scale 0.
     const char* x_row[MT];
 #pragma unroll
     for (int t = 0; t < MT; ++t) x_row[t] = static_cast<const char*>(p.x) + static_cast<size_t>(min(t * 8 + g, p.m - 1)) * p.x_stride * 2;
 
     uint32_t load_row = static_cast<uint32_t>(warp) < k_tiles ? blockIdx.x : row_tiles, load_k = warp, load_slot = 0, slot = 0;
+    RowTile<F> source;
+    auto locate = [&] {
+        uint32_t tile = load_row;
+        const QuantPart part = part_of<OUT_ROWS, GATED>(p, tile);
+        source.template locate<GATED>(part, p.w_up, tile, k_tiles);
+        source.skip(warp * TILE_BYTES + lane * 16);
+    };
+    locate();
+    const uint32_t ring_at = shared_address(ring) + lane * 16;
     auto request = [&] {
         if (load_row < row_tiles) {
-            const size_t tile = static_cast<size_t>(load_row) * k_tiles + load_k;
-            request_tile<F::TILE_BYTES>(shared_address(ring) + load_slot * F::TILE_BYTES, static_cast<const char*>(p.w) + tile * F::TILE_BYTES, lane);
+            source.template request_from_here<GATED, 1>(ring_at + load_slot * TILE_BYTES, lane);
+            source.skip(WARPS * TILE_BYTES);
             load_slot = load_slot + 1 == S ? 0 : load_slot + 1;
             load_k += WARPS;
-            if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x;
+            if (load_k >= k_tiles) load_k = warp, load_row += gridDim.x, locate();
         }
         commit_copies();
     };
@@ -302,13 +137,15 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
         }
         __syncthreads();
         constexpr int OUTPUTS = GATED ? SUMS / 2 : SUMS;
+        uint32_t tile = row_tile;
+        const QuantPart part = part_of<OUT_ROWS, GATED>(p, tile);
         for (int o = threadIdx.x; o < OUTPUTS; o += WARPS * 32) {
             const int i = GATED ? o / 2 * 4 + o % 2 : o, at = i / 4 % 32, reg = i % 4;
-            const uint32_t token = i / 128 * 8 + at % 4 * 2 + reg % 2, row = row_tile * OUT_ROWS + at / 4 + reg / 2 * 8;
-            if (token >= p.m || row >= p.n) continue;
-            const size_t y_at = static_cast<size_t>(token) * p.y_stride + row;
+            const uint32_t token = i / 128 * 8 + at % 4 * 2 + reg % 2, row = tile * OUT_ROWS + at / 4 + reg / 2 * 8;
+            if (token >= p.m || row >= part.n) continue;
+            const size_t y_at = static_cast<size_t>(token) * part.y_stride + row;
             const float residual = p.residual != nullptr ? load_activation(p.residual, y_at, p.y_type) : 0.0f;
-            float own = p.bias != nullptr ? p.bias[row] : 0.0f, up = 0.0f;
+            float own = part.bias != nullptr ? part.bias[row] : 0.0f, up = 0.0f;
 #pragma unroll
             for (int k = 0; k < WARPS; ++k) own += partial[buffer][k][i];
             if constexpr (GATED) {
@@ -316,7 +153,7 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
                 for (int k = 0; k < WARPS; ++k) up += partial[buffer][k][i + 2];
                 own = gate_activation(own, p.activation) * up;
             }
-            store_activation(p.y, y_at, p.y_type, residual + own);
+            store_activation(part.y, y_at, p.y_type, residual + own);
         }
         buffer ^= 1;
     };
@@ -326,7 +163,7 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
             await_copies<S - 1>();
             __syncwarp();
             typename F::Raw raw;
-            F::load(raw, ring + slot * F::TILE_BYTES, lane);
+            load_tile<F>(raw, ring + slot * TILE_BYTES, lane);
             slot = slot + 1 == S ? 0 : slot + 1;
             const uint32_t next_k = k_tile + WARPS < k_tiles ? k_tile + WARPS : warp;
 #pragma unroll
@@ -340,14 +177,19 @@ template <class F, int MT, int S, int WARPS, bool GATED> __device__ __forceinlin
     }
 }
 
-// ---- 64 tokens by 64 rows -----------------------------------------------------------------------------------
+// ---- 32 or 64 tokens by 64 rows (narrow: by 32) ------------------------------------------------------------------
 
-constexpr int TILE_TOKENS = 64, ROW_WARPS = 4, K_GROUPS = 2, MEDIUM_THREADS = ROW_WARPS * K_GROUPS * 32;
-constexpr int X_ROW_BYTES = 256, X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES, X_STAGES = 4;
+/// How a thread block of eight warps takes rows, C and tokens: warps of one k group have 16 rows each, and k groups take
+/// k tiles in turn. `STAGES` k tiles of x and of weights are on their way for each.
+template <int TOKENS_, int ROW_WARPS_, int STAGES_> struct Cut {
+    static constexpr int TOKENS = TOKENS_, ROW_WARPS = ROW_WARPS_, K_GROUPS = 8 / ROW_WARPS, STAGES = STAGES_;
+};
+constexpr int X_ROW_BYTES = TILE_COLS * 2;
 
-/// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles.
-template <class F> constexpr size_t medium_shared_bytes() {
-    return size_t(K_GROUPS) * X_STAGES * (X_STAGE_BYTES + ROW_WARPS * F::TILE_BYTES);
+/// Bytes of a thread block's shared memory: for each k group its stages of x, for each warp its stages of tiles
+/// (`src/kernels/linear_quant.rs` counts the same).
+template <class F, class B> constexpr size_t medium_shared_bytes() {
+    return size_t(B::K_GROUPS) * B::STAGES * (B::TOKENS * X_ROW_BYTES + B::ROW_WARPS * 2 * F::HALF_BYTES);
 }
 
 /// The four words of a strip's row half as bf16 weights.
@@ -357,30 +199,34 @@ template <class F> __device__ __forceinline__ void multiply_out(uint32_t (&words
     if constexpr (F::TWO_PLANES) F::pairs(top, r, strip, h, 1, spread);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        float d, e;
-        F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, e);
+        float d, m;
+        F::scale(r, strip, F::GROUPS == 2 ? i / 2 : 0, h, d, m, spread);
+        const float e = fmaf(-F::BIAS, d, m);
         float low = Bf16::low(pair[i]), high = Bf16::high(pair[i]);
         if constexpr (F::TWO_PLANES) low = fmaf(16.0f, Bf16::low(top[i]), low), high = fmaf(16.0f, Bf16::high(top[i]), high);
         words[i] = Bf16::pack(fmaf(d, low, e), fmaf(d, high, e));
     }
 }
 
-template <class F> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p, bool gated) {
+template <class F, class B, bool GATED> __device__ __forceinline__ void linear_quant_medium(const QuantParams& p) {
     extern __shared__ __align__(128) unsigned char shared_bytes[];
-    constexpr int MT = TILE_TOKENS / 8;
+    constexpr int TILE_TOKENS = B::TOKENS, ROW_WARPS = B::ROW_WARPS, K_GROUPS = B::K_GROUPS, X_STAGES = B::STAGES;
+    constexpr int X_STAGE_BYTES = TILE_TOKENS * X_ROW_BYTES;
+    constexpr int MT = TILE_TOKENS / 8, OUT_ROWS = GATED ? HALF_ROWS : TILE_ROWS, TILE_BYTES = 2 * F::HALF_BYTES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int row_warp = warp % ROW_WARPS, k_group = warp / ROW_WARPS, group_thread = threadIdx.x % (ROW_WARPS * 32);
-    const uint32_t w_rows = gated ? (p.n + 7) / 8 * 16 : p.n, row_tiles = (w_rows + 15) / 16, k_tiles = (p.c + 127) / 128;
-    const uint32_t row_tile = blockIdx.x * ROW_WARPS + row_warp, token0 = blockIdx.y * TILE_TOKENS;
+    uint32_t row_block = blockIdx.x; // in its part
+    const QuantPart part = part_of<ROW_WARPS * OUT_ROWS, GATED>(p, row_block);
+    const uint32_t row_tiles = (part.n + OUT_ROWS - 1) / OUT_ROWS, k_tiles = (p.c + TILE_COLS - 1) / TILE_COLS;
+    const uint32_t row_tile = row_block * ROW_WARPS + row_warp, token0 = blockIdx.y * TILE_TOKENS;
     const uint32_t steps = (k_tiles - k_group + K_GROUPS - 1) / K_GROUPS; // of this k group: k tiles k_group, k_group + K_GROUPS ...
     unsigned char* x_stages = shared_bytes + k_group * X_STAGES * X_STAGE_BYTES;
-    const char* w_row = static_cast<const char*>(p.w) + static_cast<size_t>(min(row_tile, row_tiles - 1)) * k_tiles * F::TILE_BYTES;
+    RowTile<F> source;
+    source.template locate<GATED>(part, p.w_up, min(row_tile, row_tiles - 1), k_tiles);
 
-    const char* tiles = reinterpret_cast<const char*>(shared_bytes) + K_GROUPS * X_STAGES * X_STAGE_BYTES + warp * (X_STAGES * F::TILE_BYTES);
+    const char* tiles = reinterpret_cast<const char*>(shared_bytes) + K_GROUPS * X_STAGES * X_STAGE_BYTES + warp * (X_STAGES * TILE_BYTES);
     auto request_w = [&](uint32_t step) {
-        if (step >= steps) return;
-        const uint32_t to = shared_address(tiles) + step % X_STAGES * F::TILE_BYTES;
-        request_tile<F::TILE_BYTES>(to, w_row + static_cast<size_t>(step * K_GROUPS + k_group) * F::TILE_BYTES, lane);
+        if (step < steps) source.template request<GATED>(shared_address(tiles) + step % X_STAGES * TILE_BYTES, step * K_GROUPS + k_group, lane);
     };
     auto request_x = [&](uint32_t step) {
         // Odd rows have the halves of each 128 bytes exchanged, so that two rows read together share no bank.
@@ -414,7 +260,7 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
         request_w(step + X_STAGES - 1);
         commit_copies();
         typename F::Raw raw;
-        F::load(raw, tiles + step % X_STAGES * F::TILE_BYTES, lane);
+        load_tile<F>(raw, tiles + step % X_STAGES * TILE_BYTES, lane);
         const unsigned char* x_stage = x_stages + step % X_STAGES * X_STAGE_BYTES + g * X_ROW_BYTES;
 #pragma unroll
         for (int strip = 0; strip < 4; ++strip) {
@@ -458,77 +304,47 @@ template <class F> __device__ __forceinline__ void linear_quant_medium(const Qua
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            if (gated && i >= 2) break;
-            const uint32_t token = token0 + t * 8 + 2 * c + i % 2, row = row_tile * (gated ? 8 : 16) + g + i / 2 * 8;
-            if (token >= p.m || row >= p.n) continue;
-            const size_t y_at = static_cast<size_t>(token) * p.y_stride + row;
-            float own = acc[t][i] + (p.bias != nullptr ? p.bias[row] : 0.0f);
-            if (gated) own = gate_activation(own, p.activation) * acc[t][i % 2 + 2];
+            if (GATED && i >= 2) break;
+            const uint32_t token = token0 + t * 8 + 2 * c + i % 2, row = row_tile * OUT_ROWS + g + i / 2 * 8;
+            if (token >= p.m || row >= part.n) continue;
+            const size_t y_at = static_cast<size_t>(token) * part.y_stride + row;
+            float own = acc[t][i] + (part.bias != nullptr ? part.bias[row] : 0.0f);
+            if (GATED) own = gate_activation(own, p.activation) * acc[t][i % 2 + 2];
             if (p.residual != nullptr) own += load_activation(p.residual, y_at, p.y_type);
-            store_activation(p.y, y_at, p.y_type, own);
-        }
-    }
-}
-
-/// Writes W as bf16 rows [rows, C], for products with many tokens: one warp a tile.
-template <class F> __device__ __forceinline__ void dequantise(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c_len) {
-    const int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const uint32_t k_tiles = (c_len + 127) / 128, row_tiles = (rows + 15) / 16;
-    const size_t tile = static_cast<size_t>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
-    if (tile >= static_cast<size_t>(row_tiles) * k_tiles) return;
-    const Spread spread;
-    typename F::Raw r;
-    F::load(r, w + tile * F::TILE_BYTES, lane);
-    const uint32_t k0 = static_cast<uint32_t>(tile % k_tiles) * 128;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const uint32_t row = static_cast<uint32_t>(tile / k_tiles) * 16 + g + h * 8;
-        if (row >= rows) continue;
-#pragma unroll
-        for (int strip = 0; strip < 4; ++strip) {
-            if (k0 + strip * 32 >= c_len) break;
-            uint32_t packed[4];
-            multiply_out<F>(packed, r, strip, h, spread);
-            __nv_bfloat16* to = out + static_cast<size_t>(row) * c_len + k0 + strip * 32;
-            if constexpr (F::GROUPS == 1) {
-                *reinterpret_cast<uint4*>(to + c * 8) = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-            } else {
-                *reinterpret_cast<uint2*>(to + c * 4) = make_uint2(packed[0], packed[1]);
-                *reinterpret_cast<uint2*>(to + 16 + c * 4) = make_uint2(packed[2], packed[3]);
-            }
+            store_activation(part.y, y_at, p.y_type, own);
         }
     }
 }
 
 } // namespace pagemill
 
-#ifndef SMALL_BLOCKS
-#define SMALL_BLOCKS 2
-#endif
+constexpr int SMALL_BLOCKS = 2; // thread blocks of the small form on a multiprocessor
+
 #define QUANT_SMALL(name, F, MT, S, GATED)                                                                          \
-    extern "C" __global__ void __launch_bounds__(256, SMALL_BLOCKS)                                                            \
+    extern "C" __global__ void __launch_bounds__(256, SMALL_BLOCKS)                                                 \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
         pagemill::linear_quant_small<pagemill::F, MT, S, 8, GATED>(p);                                              \
     }
-#define QUANT_MEDIUM(name, F, GATED)                                                                                \
-    extern "C" __global__ void __launch_bounds__(pagemill::MEDIUM_THREADS, 1)                                    \
+#define QUANT_MEDIUM(name, F, BLOCKS, GATED, ...)                                                                   \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS)                                                       \
         linear_quant_##name(const __grid_constant__ pagemill::QuantParams p) {                                      \
-        pagemill::linear_quant_medium<pagemill::F>(p, GATED);                                                       \
+        static_assert(BLOCKS * pagemill::medium_shared_bytes<pagemill::F, __VA_ARGS__>() <= 226 * 1024, "too much shared memory"); \
+        pagemill::linear_quant_medium<pagemill::F, __VA_ARGS__, GATED>(p);                                          \
     }
-// S: tiles in a warp's ring.
-#define QUANT_KERNELS(name, F, S)                                                                                   \
-    QUANT_SMALL(name##_m8, F, 1, S, false)                                                                         \
-    QUANT_SMALL(name##_m16, F, 2, S, false)                                                                       \
-    QUANT_SMALL(gated_##name##_m8, F, 1, S, true)                                                                  \
-    QUANT_SMALL(gated_##name##_m16, F, 2, S, true)                                                                \
-    QUANT_MEDIUM(name##_m64, F, false)                                                                              \
-    QUANT_MEDIUM(gated_##name##_m64, F, true)                                                                       \
-    extern "C" __global__ void __launch_bounds__(256)                                                               \
-        dequantise_##name(const char* w, __nv_bfloat16* out, uint32_t rows, uint32_t c) {                           \
-        pagemill::dequantise<pagemill::F>(w, out, rows, c);                                                         \
-    }
-QUANT_KERNELS(q4_0, Q4_0, 8)
-QUANT_KERNELS(q4_1, Q4_1, 8)
-QUANT_KERNELS(q8_0, Q8_0, 5)
-QUANT_KERNELS(q4_k, Q4_K, 8)
-QUANT_KERNELS(q6_k, Q6_K, 5)
+// S: tiles in a warp's ring; N: stages of the narrow form for 64 tokens.
+#define QUANT_KERNELS(name, F, S, N)                                                                                \
+    QUANT_SMALL(name##_m8, F, 1, S, false)                                                                          \
+    QUANT_SMALL(name##_m16, F, 2, S, false)                                                                         \
+    QUANT_SMALL(gated_##name##_m8, F, 1, S, true)                                                                   \
+    QUANT_SMALL(gated_##name##_m16, F, 2, S, true)                                                                  \
+    QUANT_MEDIUM(name##_m32, F, 2, false, pagemill::Cut<32, 4, 3>)                                                  \
+    QUANT_MEDIUM(gated_##name##_m32, F, 2, true, pagemill::Cut<32, 4, 3>)                                           \
+    QUANT_MEDIUM(name##_m32_narrow, F, 1, false, pagemill::Cut<32, 2, 3>)                                           \
+    QUANT_MEDIUM(name##_m64, F, 1, false, pagemill::Cut<64, 4, 4>)                                                  \
+    QUANT_MEDIUM(gated_##name##_m64, F, 1, true, pagemill::Cut<64, 4, 4>)                                           \
+    QUANT_MEDIUM(name##_m64_narrow, F, 1, false, pagemill::Cut<64, 2, N>)
+QUANT_KERNELS(q4_0, Q4_0, 8, 3)
+QUANT_KERNELS(q4_1, Q4_1, 8, 3)
+QUANT_KERNELS(q8_0, Q8_0, 5, 2)
+QUANT_KERNELS(q4_k, Q4_K, 8, 3)
+QUANT_KERNELS(q6_k, Q6_K, 5, 2)

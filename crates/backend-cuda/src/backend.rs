@@ -7,8 +7,9 @@
 //!
 //! A row's bits depend on its own input only in every op but [`Backend::linear`] and [`Backend::gated_mlp`]. There they
 //! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
-//! algorithm by the number of tokens. [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where
-//! a sequence's keys are cut follows from the lengths of all, so that every multiprocessor has work.
+//! algorithm by the number of tokens. A quantised weight has kernels of its own for 1, up to 8, 16, 32 and 128 tokens.
+//! [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where a sequence's keys are cut follows
+//! from the lengths of all, so that every multiprocessor has work.
 
 mod pools;
 mod weights;
@@ -20,7 +21,7 @@ use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
-use crate::loading::{cuda_weight, upload_stored};
+use crate::loading::{cuda_weight, upload};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
@@ -128,6 +129,11 @@ impl CudaBackend {
         self.linear.small_launches()
     }
 
+    /// The same of the kernels for quantised weights that were repacked at load.
+    pub fn packed_product_launches(&self) -> u64 {
+        self.linear.packed().product_launches()
+    }
+
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {
         let dtype = elem.dtype();
         let buffer = self.workspace.take(checked_bytes("temporary", dtype, rows, cols)?)?;
@@ -217,7 +223,9 @@ impl Backend for CudaBackend {
     }
 
     fn load_weight(&self, desc: WeightDesc, read: &mut ReadRows<'_>) -> Result<Weight, BackendError> {
-        self.take_weight(desc, |pieces, desc| upload_stored(&self.device, pieces, desc, read))
+        // Tensor cores take bf16: where everything is f32, weights are read as they are stored.
+        let packed = (self.activations == Activations::Bf16).then(|| self.linear.packed());
+        self.take_weight(desc, |pieces, desc| upload(&self.device, pieces, packed, desc, read))
     }
 
     fn load_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {

@@ -5,12 +5,16 @@
 //! |---|---|---|
 //! | F16, BF16 | `linear_small.cu`, up to three products of one input at once | cuBLASLt |
 //! | F32 | cuBLASLt | cuBLASLt |
-//! | quantised | read as stored, widened in registers | widened to bf16 in pieces, then cuBLASLt |
+//! | quantised, repacked at load | see `packed` | see `packed` |
+//! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt |
 //!
 //! How many are few `kernels::linear_small` says for the first row; 8 elsewhere. What that kernel cannot read is
 //! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
 //! stored, whatever their number of tokens.
 
+pub(crate) mod packed;
+
+use self::packed::PackedKernels;
 use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
@@ -100,6 +104,7 @@ pub(crate) struct LinearOps {
     stored: HashMap<DType, StoredOps>,
     small: HashMap<LinearVariant, Function>,
     small_launches: AtomicU64,
+    packed: PackedKernels,
     matmul: Mutex<Matmul>,
 }
 
@@ -201,6 +206,7 @@ impl LinearOps {
             stored,
             small,
             small_launches: AtomicU64::new(0),
+            packed: PackedKernels::new(device, kernels)?,
             matmul: Mutex::new(Matmul::new(device)?),
         })
     }
@@ -208,6 +214,11 @@ impl LinearOps {
     /// Launches of `linear_small` so far, recorded ones counted once.
     pub(crate) fn small_launches(&self) -> u64 {
         self.small_launches.load(Ordering::Relaxed)
+    }
+
+    /// The kernels of quantised weights that are repacked at load.
+    pub(crate) fn packed(&self) -> &PackedKernels {
+        &self.packed
     }
 
     /// Bytes that cuBLASLt holds.
@@ -242,6 +253,9 @@ impl LinearOps {
         scale: f32,
         out: u64,
     ) -> Result<(), BackendError> {
+        if let Some(format) = table.weight.packed {
+            return self.embed_packed(format, table, ids, num_tokens, scale, out);
+        }
         let args = EmbedArgs {
             table: table.weight.address(),
             ids,
@@ -264,8 +278,11 @@ impl LinearOps {
         Ok(CudaWeight::new(wide, DType::F32))
     }
 
-    /// Rows `rows` of a matrix as `to` (F32 or BF16) at `out`.
+    /// Rows `rows` of a matrix as `to` (F32 or BF16; repacked ones BF16) at `out`.
     fn widen(&self, matrix: Matrix<'_>, rows: std::ops::Range<usize>, to: DType, out: u64) -> Result<(), BackendError> {
+        if let Some(format) = matrix.weight.packed {
+            return self.widen_packed(format, matrix, rows, out);
+        }
         let row_bytes = matrix.row_bytes() as u64;
         let args = WidenArgs {
             weight: matrix.weight.address() + rows.start as u64 * row_bytes,
@@ -292,6 +309,11 @@ impl LinearOps {
         let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * cols, converted: Vec::new() };
         let mut rest = products;
         while let [product, others @ ..] = rest {
+            if let Some((variant, count)) = self.packed_launch(num_tokens, rest) {
+                self.packed_products(&mut inputs, variant, 0..num_tokens, &rest[..count])?;
+                rest = &rest[count..];
+                continue;
+            }
             if let Some(variant) = self.small_variant(x, num_tokens, product) {
                 let joins = |other: &&Product<'_>| {
                     other.out.elem == product.out.elem && self.small_variant(x, num_tokens, other) == Some(variant)
@@ -302,14 +324,18 @@ impl LinearOps {
                 continue;
             }
             rest = others;
-            let done = if product.matrix.weight.dtype.is_quantized() {
+            let done = if product.matrix.weight.packed.is_some() {
+                self.widened_product(&mut inputs, num_tokens, product)?
+            } else if product.matrix.weight.dtype.is_quantized() {
                 num_tokens > FEW_TOKENS
                     && x.elem == Elem::Bf16
                     && self.widened_product(&mut inputs, num_tokens, product)?
             } else {
                 self.dense_product(&mut inputs, num_tokens, product)?
             };
-            if !done {
+            if !done && product.matrix.weight.packed.is_some() {
+                self.packed_in_eights(&mut inputs, num_tokens, product)?;
+            } else if !done {
                 self.plain_product(x, num_tokens, product)?;
             }
             if let Some(bias) = product.bias {
@@ -338,7 +364,7 @@ impl LinearOps {
 
     /// Whether [`Self::gated`] takes these weights for so many tokens.
     pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
-        self.gated_variant(num_tokens, gate, up).is_some()
+        self.gated_variant(num_tokens, gate, up).is_some() || self.packed_gated_variant(num_tokens, gate, up).is_some()
     }
 
     /// `out = act(x · gateᵀ) * (x · upᵀ)`, of what [`Self::takes_gated`]; `x` `[T, C]`.
@@ -350,11 +376,14 @@ impl LinearOps {
         product: &GatedProduct<'_>,
     ) -> Result<(), BackendError> {
         let GatedProduct { gate, up, act, out } = *product;
+        let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
+        if let Some(variant) = self.packed_gated_variant(num_tokens, gate, up) {
+            return self.packed_gated(&mut inputs, variant, num_tokens, product);
+        }
         let variant = self
             .gated_variant(num_tokens, gate, up)
             .filter(|_| linear_small::is_aligned(x.address, gate.weight.address()))
             .ok_or_else(|| self.device.broken("a gated product that no kernel takes"))?;
-        let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
         let args = LinearParams {
             x: inputs.as_type(gate.weight.dtype)?,
             w: gate.weight.address(),

@@ -2,7 +2,7 @@
 //! copies in flight for weights, and one buffer for what comes back. Decides when the host waits.
 
 use crate::device::Device;
-use crate::memory::PinnedMemory;
+use crate::memory::{DeviceMemory, PinnedMemory};
 use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
 use std::sync::Arc;
@@ -67,6 +67,8 @@ pub(crate) struct PieceUploader {
     device: Arc<Device>,
     pieces: Vec<Piece>,
     next: usize,
+    /// Made at the first weight that is repacked.
+    landing: Option<DeviceMemory>,
 }
 
 struct Piece {
@@ -88,7 +90,16 @@ impl PieceUploader {
                 .map_err(|error| device.fault("creating an event", error))?;
             pieces.push(Piece { pinned, copied });
         }
-        Ok(Self { device: Arc::clone(device), pieces, next: 0 })
+        Ok(Self { device: Arc::clone(device), pieces, next: 0, landing: None })
+    }
+
+    /// Device memory for one piece on its way into another layout. Uses of it follow each other on the stream.
+    pub(crate) fn landing(&mut self) -> Result<u64, BackendError> {
+        if let Some(landing) = &self.landing {
+            return Ok(landing.address());
+        }
+        let landing = DeviceMemory::take(&self.device, PIECE_BYTES, "weights on their way")?;
+        Ok(self.landing.insert(landing).address())
     }
 
     /// Has `fill` fill `len ≤ PIECE_BYTES` bytes and copies them to `address`; returns when they are on their way.

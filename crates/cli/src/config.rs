@@ -6,6 +6,7 @@ use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
 use pagemill_engine::{EngineConfig, ParallelMode};
+use pagemill_formats::TensorType;
 use pagemill_scheduler::KvLayout;
 
 /// The parts of a valid configuration that concern model and engine.
@@ -26,8 +27,8 @@ pub struct Config {
 pub enum LoadFormat {
     /// The model's files.
     Stored,
-    /// Made up from the configuration alone, for benches.
-    Dummy,
+    /// Made up from the configuration alone, for benches; in this type, or `None`: in the one that it states.
+    Dummy(Option<TensorType>),
 }
 
 /// Validates the engine's settings.
@@ -74,7 +75,8 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         activations: activations(settings.activations.as_deref())?,
         isa: isa(settings.isa.as_deref())?,
     };
-    Ok(Config { engine, device, cpu, load_format: load_format(settings.load_format.as_deref())? })
+    let load_format = load_format(settings.load_format.as_deref(), settings.dummy_type.as_deref())?;
+    Ok(Config { engine, device, cpu, load_format })
 }
 
 /// More ranks in one process than any machine has cores.
@@ -125,11 +127,20 @@ fn block_size(value: usize) -> Result<usize> {
     bail!("block_size = {value}: must be 16, 32, 64, 128 or 256")
 }
 
-fn load_format(text: Option<&str>) -> Result<LoadFormat> {
-    match text {
-        None | Some("auto") => Ok(LoadFormat::Stored),
-        Some("dummy") => Ok(LoadFormat::Dummy),
-        Some(other) => bail!("load_format = {other}: must be auto or dummy"),
+fn load_format(text: Option<&str>, dummy_type: Option<&str>) -> Result<LoadFormat> {
+    let known = |name: &str| TensorType::ALL.into_iter().find(|known| known.name().eq_ignore_ascii_case(name));
+    match (text, dummy_type) {
+        (Some("dummy"), None) => Ok(LoadFormat::Dummy(None)),
+        (Some("dummy"), Some(name)) => match known(name) {
+            Some(dummy_type) => Ok(LoadFormat::Dummy(Some(dummy_type))),
+            None => {
+                let names: Vec<&str> = TensorType::ALL.iter().map(|known| known.name()).collect();
+                bail!("dummy_type = {name}: must be one of {}", names.join(", "))
+            }
+        },
+        (None | Some("auto"), None) => Ok(LoadFormat::Stored),
+        (None | Some("auto"), Some(_)) => bail!("dummy_type is for load_format = dummy"),
+        (Some(other), _) => bail!("load_format = {other}: must be auto or dummy"),
     }
 }
 
@@ -283,6 +294,22 @@ mod tests {
         for text in ["", "GiB", "junk", "1XB", "-5", "0", "1e30", "1..2"] {
             let message = format!("{:#}", parse_bytes(text, "kv_cache_bytes").unwrap_err());
             assert!(message.contains("kv_cache_bytes"), "{text}: {message}");
+        }
+    }
+
+    #[test]
+    fn made_up_weights_have_any_type() {
+        assert_eq!(load_format(None, None).unwrap(), LoadFormat::Stored);
+        assert_eq!(load_format(Some("dummy"), None).unwrap(), LoadFormat::Dummy(None));
+        assert_eq!(load_format(Some("dummy"), Some("q4_k")).unwrap(), LoadFormat::Dummy(Some(TensorType::Q4_K)));
+        for (format, dummy_type, key) in [
+            (Some("dummy"), Some("q9"), "dummy_type"),
+            (None, Some("q4_k"), "dummy_type"),
+            (Some("auto"), Some("q4_k"), "dummy_type"),
+            (Some("made-up"), None, "load_format"),
+        ] {
+            let message = load_format(format, dummy_type).unwrap_err().to_string();
+            assert!(message.starts_with(key), "{message}");
         }
     }
 

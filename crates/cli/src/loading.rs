@@ -73,7 +73,7 @@ pub fn read_spec(path: &Path) -> Result<ModelSpec> {
 pub fn open(model: &str, config: &Config) -> Result<Checkpoint> {
     match config.load_format {
         LoadFormat::Stored => Ok(Checkpoint::open(&models::resolve(model)?)?),
-        LoadFormat::Dummy => Ok(Checkpoint::open_config(Path::new(model))?),
+        LoadFormat::Dummy(dummy_type) => Ok(Checkpoint::open_config(Path::new(model), dummy_type)?),
     }
 }
 

@@ -80,6 +80,9 @@ pub struct EngineSettings {
     /// up, for benches [default: auto]
     #[arg(long, env = "PAGEMILL_LOAD_FORMAT", value_name = "FORMAT")]
     pub load_format: Option<String>,
+    /// Type of made-up weights, such as q4_k [default: the one that config.json states]
+    #[arg(long, env = "PAGEMILL_DUMMY_TYPE", value_name = "TYPE")]
+    pub dummy_type: Option<String>,
 }
 
 /// Settings of the server.
@@ -232,6 +235,7 @@ impl EngineSettings {
             isa: self.isa.or(file.isa),
             device: self.device.or(file.device),
             load_format: self.load_format.or(file.load_format),
+            dummy_type: self.dummy_type.or(file.dummy_type),
         }
     }
 }

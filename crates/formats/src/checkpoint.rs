@@ -63,18 +63,19 @@ impl Checkpoint {
     }
 
     /// Opens only the configuration at `path`, a `config.json` (of any name) or a folder that holds one. Weights are
-    /// to be made up, in the type that it states (bf16 when it states none).
+    /// to be made up: in `made_up`, or in the type that it states (bf16 when it states none).
     ///
     /// # Errors
     /// The file is missing or malformed, or states a type of weights that Pagemill does not load.
-    pub fn open_config(path: &Path) -> Result<Self> {
+    pub fn open_config(path: &Path, made_up: Option<TensorType>) -> Result<Self> {
         let file = if path.is_dir() { path.join("config.json") } else { path.to_path_buf() };
         let config = HfConfig::open(&file)?;
-        let made_up = match config.dtype.as_deref() {
-            None | Some("bfloat16") => TensorType::BF16,
-            Some("float16") => TensorType::F16,
-            Some("float32") => TensorType::F32,
-            Some(other) => {
+        let made_up = match (made_up, config.dtype.as_deref()) {
+            (Some(made_up), _) => made_up,
+            (None, None | Some("bfloat16")) => TensorType::BF16,
+            (None, Some("float16")) => TensorType::F16,
+            (None, Some("float32")) => TensorType::F32,
+            (None, Some(other)) => {
                 let reason = format!("weights of {other} cannot be made up; bfloat16, float16 and float32 can");
                 return Err(FormatError::new(&file, FormatErrorKind::Invalid { reason }));
             }

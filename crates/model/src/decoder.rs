@@ -7,7 +7,7 @@ use crate::kv_groups;
 use crate::layers::{LayerReader, ResidualStream, RmsNorm, StepContext, Vocabulary};
 use crate::made_up;
 use crate::names::{NameTable, Spelling};
-use crate::weights::{Module, WeightReader, dtype_of};
+use crate::weights::{Module, WeightReader};
 use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, ParallelMode, RankContext, Stage};
 use pagemill_backend::{BackendError, DType, KvPool, Tensor};
 use pagemill_formats::Weights;
@@ -101,7 +101,8 @@ impl DecoderSpec {
         let (num_parameters, stored_bytes) = match weights.made_up_type() {
             Some(made_up) => {
                 let num_parameters = made_up::num_parameters(self);
-                (num_parameters, num_parameters.saturating_mul(dtype_of(made_up).block_bytes() as u64))
+                let (elems, bytes) = (made_up.block_elems(), made_up.block_bytes());
+                (num_parameters, (num_parameters / u64::from(elems)).saturating_mul(u64::from(bytes)))
             }
             None => (
                 stored.iter().fold(0, |n, info| elements(info.shape()).saturating_add(n)),

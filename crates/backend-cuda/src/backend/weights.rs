@@ -6,7 +6,6 @@ use crate::device::Device;
 use crate::images::Kernels;
 use crate::linear::Matrix;
 use crate::loading::{CudaWeight, upload_repeated};
-use crate::memory::DeviceMemory;
 use crate::staging::PieceUploader;
 use pagemill_backend::{Backend, BackendError, DType, Weight, WeightDesc, repeating};
 use std::sync::Arc;
@@ -35,7 +34,7 @@ impl CudaBackend {
     pub(super) fn take_weight(
         &self,
         desc: WeightDesc,
-        upload: impl FnOnce(&mut PieceUploader, &WeightDesc) -> Result<DeviceMemory, BackendError>,
+        upload: impl FnOnce(&mut PieceUploader, &WeightDesc) -> Result<CudaWeight, BackendError>,
     ) -> Result<Weight, BackendError> {
         self.linear.check_weight(&desc.name, desc.dtype, desc.rows, desc.cols)?;
         lock(&self.records).clear();
@@ -44,7 +43,7 @@ impl CudaBackend {
             Some(pieces) => pieces,
             None => pieces.insert(PieceUploader::new(&self.device)?),
         };
-        let stored = CudaWeight::new(upload(pieces, &desc)?, desc.dtype);
+        let stored = upload(pieces, &desc)?;
         let WeightDesc { name, dtype, rows, cols } = desc;
         let is_narrow = matches!(dtype, DType::F16 | DType::BF16);
         let weight = if self.activations == Activations::F32 && is_narrow {

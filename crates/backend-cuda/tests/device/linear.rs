@@ -21,7 +21,7 @@ fn scales(dtype: DType) -> &'static [usize] {
 }
 
 /// Random bytes of a weight whose elements are about a hundredth to ten.
-fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+pub fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
     let values = |random: &mut Random| random.normal(rows * cols);
     match dtype {
         DType::F32 => values(random).iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -40,7 +40,7 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8
     }
 }
 
-fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
+pub fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
     let row_bytes = dtype.row_bytes(cols).unwrap();
     let desc = WeightDesc { name: format!("{dtype}"), dtype, rows, cols };
     backend
@@ -60,7 +60,7 @@ fn product_tolerance(activations: Activations, dtype: DType) -> f32 {
     }
 }
 
-fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
+pub fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
     let mut out = poisoned(backend, x.rows(), weight.rows());
     backend.linear(x, &mut [LinearPart { weight, bias, out: &mut out }]).unwrap();
     host(backend, &out)
@@ -206,7 +206,7 @@ fn bits(x: &[f32]) -> Vec<u32> {
 }
 
 /// A place full of NaN for a product: f32, or the device's type.
-fn place(backend: &dyn Backend, rows: usize, cols: usize, is_f32: bool) -> Tensor {
+pub fn place(backend: &dyn Backend, rows: usize, cols: usize, is_f32: bool) -> Tensor {
     match is_f32 {
         true => tensor(backend, rows, cols, &vec![f32::NAN; rows * cols]),
         false => poisoned(backend, rows, cols),

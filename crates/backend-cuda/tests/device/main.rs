@@ -6,6 +6,7 @@
 mod attention;
 mod linear;
 mod loading;
+mod quantised;
 mod rows;
 mod sampling;
 mod support;
