@@ -21,7 +21,7 @@ fn scales(dtype: DType) -> &'static [usize] {
 }
 
 /// Random bytes of a weight whose elements are about a hundredth to ten.
-fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+pub fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
     let values = |random: &mut Random| random.normal(rows * cols);
     match dtype {
         DType::F32 => values(random).iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -40,7 +40,7 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8
     }
 }
 
-fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
+pub fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
     let row_bytes = dtype.row_bytes(cols).unwrap();
     let desc = WeightDesc { name: format!("{dtype}"), dtype, rows, cols };
     backend
@@ -60,7 +60,7 @@ fn product_tolerance(activations: Activations, dtype: DType) -> f32 {
     }
 }
 
-fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
+pub fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
     let mut out = poisoned(backend, x.rows(), weight.rows());
     backend.linear(x, &mut [LinearPart { weight, bias, out: &mut out }]).unwrap();
     host(backend, &out)
