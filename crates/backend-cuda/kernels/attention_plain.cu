@@ -18,6 +18,8 @@ struct PlainAttentionArgs {
     uint32_t block_size;
     uint32_t window; // 0: none
     float scale;
+    float soft_cap; // 0: none
+    const float* sinks; // [H] or null
 };
 
 #define WARPS 4
@@ -62,6 +64,7 @@ template <class T, class Kv, int R> __device__ __forceinline__ void attend(const
 #pragma unroll
         for (int j = 0; j < KEYS; ++j) {
             score[j] = warp_sum(score[j]);
+            if (args.soft_cap > 0.0f) score[j] = args.soft_cap * tanhf(score[j] / args.soft_cap);
             if (first + j >= end) score[j] = -INFINITY;
             next = fmaxf(next, score[j]);
         }
@@ -99,6 +102,7 @@ template <class T, class Kv, int R> __device__ __forceinline__ void attend(const
     for (int w = 1; w < WARPS; ++w) most = fmaxf(most, maxima[w]);
     float total = 0.0f;
     for (int w = 0; w < WARPS; ++w) total += weights[w] * expf(maxima[w] - most);
+    if (args.sinks != nullptr) total += expf(args.sinks[head] - most);
     T* out = static_cast<T*>(args.out) + (token * args.num_heads + head) * e_count;
     for (uint32_t e = threadIdx.x; e < e_count; e += blockDim.x) {
         float value = 0.0f;

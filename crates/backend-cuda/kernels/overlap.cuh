@@ -1,6 +1,7 @@
 // Programmatic dependent launch: a kernel may begin while the one before it on the stream still runs. Every kernel
 // that is launched so waits before it reads what another one writes, and before it writes. It lets its successor
-// begin only behind that wait, so that what lies before the last but one is always done.
+// begin only behind that wait, so that what lies before the last but one is always done (heads on their way to the
+// pool are the exception: rope_kv.cu says why).
 #pragma once
 
 namespace pagemill {

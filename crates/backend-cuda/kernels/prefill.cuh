@@ -103,19 +103,20 @@ __device__ __forceinline__ bool softmax(float (&s)[KEYS / 2], RowState& rows, fl
         m[0] = fmaxf(m[0], fmaxf(s[i * 4], s[i * 4 + 1]));
         m[1] = fmaxf(m[1], fmaxf(s[i * 4 + 2], s[i * 4 + 3]));
     }
-    bool over = false;
+    bool over[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
         m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 1));
         m[h] = fmaxf(m[h], __shfl_xor_sync(~0u, m[h], 2)) * to_power;
-        over |= m[h] > rows.max[h] + RESCALE_SLACK;
+        over[h] = m[h] > rows.max[h] + RESCALE_SLACK;
         keep[h] = 1.0f;
     }
-    const bool rescale = __any_sync(~0u, over);
+    const bool rescale = __any_sync(~0u, over[0] || over[1]);
     if (rescale) {
+        // A row's maximum moves by its own scores only: its sums are the same in whatever company it is.
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            m[h] = fmaxf(m[h], rows.max[h]);
+            if (!over[h]) continue;
             keep[h] = rows.max[h] == -INFINITY ? 0.0f : exp2_approx(rows.max[h] - m[h]);
             rows.max[h] = m[h];
             rows.sum[h] *= keep[h];

@@ -125,11 +125,12 @@ __device__ __forceinline__ float rotated(const HeadsArgs& args, const float* hea
                : head[e] * cosines[pair] + head[e - step] * sines[pair];
 }
 
-template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const HeadsArgs& args) {
+// Heads of any size.
+template <class T, class Kv> __device__ __forceinline__ void heads_by_element(const HeadsArgs& args) {
     __shared__ float angles[2 * MAX_PAIRS], heads[HEAD_WARPS][MAX_HEAD];
     const size_t token = blockIdx.x;
     const uint32_t e_count = args.head_dim;
-    // Its successor begins when it is done: decode attention reads keys before it waits.
+    pagemill::release_next_kernel();
     pagemill::wait_for_previous_kernel();
     for (uint32_t i = threadIdx.x; i < 2 * args.pairs; i += blockDim.x) angles[i] = args.angles[token * 2 * args.pairs + i];
     __syncthreads();
@@ -178,9 +179,87 @@ template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const
     }
 }
 
-extern "C" __global__ void heads_f32_f32(HeadsArgs args) { heads_to_pool<float, float>(args); }
-extern "C" __global__ void heads_f32_f16(HeadsArgs args) { heads_to_pool<float, f16>(args); }
-extern "C" __global__ void heads_f32_bf16(HeadsArgs args) { heads_to_pool<float, bf16>(args); }
-extern "C" __global__ void heads_bf16_f32(HeadsArgs args) { heads_to_pool<bf16, float>(args); }
-extern "C" __global__ void heads_bf16_f16(HeadsArgs args) { heads_to_pool<bf16, f16>(args); }
-extern "C" __global__ void heads_bf16_bf16(HeadsArgs args) { heads_to_pool<bf16, bf16>(args); }
+// Heads whose every lane has N neighbouring elements, in registers: at most 32 * N elements, a multiple of N, as is
+// the number of pairs. The other element of a pair is the same lane's, or that of the lane pairs / N away.
+template <class T, class Kv, int N> __device__ __forceinline__ void heads_by_lane(const HeadsArgs& args) {
+    const size_t token = blockIdx.x;
+    const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, e = lane * N, e_count = args.head_dim;
+    const uint32_t h_count = args.num_heads, k_count = args.num_kv_heads, pairs = args.pairs;
+    const bool mine = e < e_count, turns = e < 2 * pairs, low = e < pairs;
+    const int lanes_apart = args.interleaved ? 0 : int(pairs / N) * (low ? 1 : -1);
+    float q_norm[N], k_norm[N];
+    if (mine && args.q_norm != nullptr) load_f32<N>(args.q_norm + e, q_norm);
+    if (mine && args.k_norm != nullptr) load_f32<N>(args.k_norm + e, k_norm);
+    pagemill::release_next_kernel();
+    pagemill::wait_for_previous_kernel();
+    float cosine[N], sine[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+        const uint32_t pair = args.interleaved ? (e + i) / 2 : low ? e + i : e + i - pairs;
+        cosine[i] = turns ? args.angles[token * 2 * pairs + pair] : 1.0f;
+        sine[i] = turns ? args.angles[token * 2 * pairs + pairs + pair] : 0.0f;
+    }
+    const uint32_t slot = args.slots[token];
+    const size_t half = size_t(k_count) * args.block_size * e_count;
+    Kv* place = static_cast<Kv*>(args.pool) + size_t(slot / args.block_size) * 2 * half +
+                size_t(slot % args.block_size) * e_count + e;
+    for (uint32_t h = blockIdx.y * HEAD_WARPS + warp; h < h_count + 2 * k_count; h += gridDim.y * HEAD_WARPS) {
+        const bool is_q = h < h_count, is_v = h >= h_count + k_count;
+        const uint32_t kv_head = is_v ? h - h_count - k_count : h - h_count;
+        T* q = static_cast<T*>(args.q) + (token * h_count + h) * e_count + e;
+        const T* kv = static_cast<const T*>(is_v ? args.v : args.k) + (token * k_count + kv_head) * e_count + e;
+        Kv* to = place + size_t(kv_head) * args.block_size * e_count + (is_v ? half : 0);
+        float x[N] = {};
+        if (mine) load_f32<N>(is_q ? q : kv, x);
+        if (is_v) {
+            if (mine) store_f32<N>(to, x);
+            continue;
+        }
+        if ((is_q ? args.q_norm : args.k_norm) != nullptr) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int i = 0; i < N; ++i) sum += x[i] * x[i];
+            const float inverse_rms = 1.0f / sqrtf(warp_sum(sum) / float(e_count) + (is_q ? args.q_eps : args.k_eps));
+            // Rounded where the ops one by one would round.
+#pragma unroll
+            for (int i = 0; i < N; ++i) x[i] = to_f32(from_f32<T>(x[i] * inverse_rms * (is_q ? q_norm[i] : k_norm[i])));
+        }
+        float turned[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            const float other = args.interleaved ? x[i ^ 1] : __shfl_sync(~0u, x[i], int(lane) + lanes_apart);
+            const bool first = args.interleaved ? i % 2 == 0 : low;
+            const float value = first ? x[i] * cosine[i] - other * sine[i] : x[i] * cosine[i] + other * sine[i];
+            turned[i] = to_f32(from_f32<T>(turns ? value : x[i]));
+        }
+        if (!mine) continue;
+        if (is_q) {
+            store_f32<N>(q, turned);
+        } else {
+            store_f32<N>(to, turned);
+        }
+    }
+}
+
+// Its successor begins before the kernel in front is done, an exception to the rule in overlap.cuh: decode attention
+// reads plans, tables and keys of earlier steps before its wait, which no kernel of this step writes, and its wait is
+// for this kernel, which ends behind the one in front.
+template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const HeadsArgs& args) {
+    const auto fits = [&](uint32_t n) {
+        return args.head_dim <= 32 * n && args.head_dim % n == 0 && (args.interleaved || args.pairs % n == 0);
+    };
+    if (fits(4)) return heads_by_lane<T, Kv, 4>(args);
+    if (fits(8)) return heads_by_lane<T, Kv, 8>(args);
+    heads_by_element<T, Kv>(args);
+}
+
+#define HEADS_KERNEL(name, T, Kv)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(HEAD_WARPS * 32) heads_##name(const __grid_constant__ HeadsArgs args) { \
+        heads_to_pool<T, Kv>(args);                                                                                 \
+    }
+HEADS_KERNEL(f32_f32, float, float)
+HEADS_KERNEL(f32_f16, float, f16)
+HEADS_KERNEL(f32_bf16, float, bf16)
+HEADS_KERNEL(bf16_f32, bf16, float)
+HEADS_KERNEL(bf16_f16, bf16, f16)
+HEADS_KERNEL(bf16_bf16, bf16, bf16)

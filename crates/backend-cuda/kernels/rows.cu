@@ -48,22 +48,69 @@ template <class Tx, class To, int N, bool ADD> __device__ __forceinline__ void n
     }
 }
 
-template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
-    // What follows a norm reads nothing but weights before it waits.
+// A row of at most 4 * ITEMS * blockDim.x columns, a multiple of 4, that stays in registers: everything it needs is
+// on its way at once, and the weights before the kernel in front is done.
+template <class Tx, class To, int ITEMS, bool ADD> __device__ __forceinline__ void norm_held(const NormArgs& args) {
+    const size_t start = size_t(blockIdx.x) * args.cols;
+    const Tx* x = static_cast<const Tx*>(args.x) + start;
+    float* residual = args.residual + (ADD ? start : 0);
+    To* out = static_cast<To*>(args.out) + start;
+    float weight[ITEMS][4], v[ITEMS][4] = {}, r[ITEMS][4] = {};
+    const auto column = [](int i) { return (threadIdx.x + i * blockDim.x) * 4; };
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (column(i) < args.cols) load_f32<4>(args.weight + column(i), weight[i]);
     pagemill::wait_for_previous_kernel();
     pagemill::release_next_kernel();
-    const bool wide = args.cols % 4 == 0;
-    if (args.residual != nullptr) {
-        wide ? norm_row<Tx, To, 4, true>(args) : norm_row<Tx, To, 1, true>(args);
-    } else {
-        wide ? norm_row<Tx, To, 4, false>(args) : norm_row<Tx, To, 1, false>(args);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (column(i) >= args.cols) continue;
+        load_f32<4>(x + column(i), v[i]);
+        if (ADD) load_f32<4>(residual + column(i), r[i]);
+    }
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (ADD) v[i][j] += r[i][j];
+            sum += v[i][j] * v[i][j];
+        }
+        if (ADD && column(i) < args.cols) store_f32<4>(residual + column(i), v[i]);
+    }
+    const float inverse_rms = 1.0f / sqrtf(block_sum(sum) / float(args.cols) + args.eps);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i) {
+        if (column(i) >= args.cols) continue;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[i][j] = v[i][j] * inverse_rms * weight[i][j];
+        store_f32<4>(out + column(i), v[i]);
     }
 }
 
-extern "C" __global__ void rms_norm_f32_f32(NormArgs args) { norm<float, float>(args); }
-extern "C" __global__ void rms_norm_f32_bf16(NormArgs args) { norm<float, bf16>(args); }
-extern "C" __global__ void rms_norm_bf16_f32(NormArgs args) { norm<bf16, float>(args); }
-extern "C" __global__ void rms_norm_bf16_bf16(NormArgs args) { norm<bf16, bf16>(args); }
+template <class Tx, class To, bool ADD> __device__ __forceinline__ void norm_any(const NormArgs& args) {
+    const uint32_t held = args.cols % 4 == 0 ? (args.cols / 4 + blockDim.x - 1) / blockDim.x : 5;
+    if (held == 1) return norm_held<Tx, To, 1, ADD>(args);
+    if (held == 2) return norm_held<Tx, To, 2, ADD>(args);
+    if (held <= 4) return norm_held<Tx, To, 4, ADD>(args);
+    pagemill::wait_for_previous_kernel();
+    pagemill::release_next_kernel();
+    args.cols % 4 == 0 ? norm_row<Tx, To, 4, ADD>(args) : norm_row<Tx, To, 1, ADD>(args);
+}
+
+// What follows a norm reads nothing but weights before it waits.
+template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
+    args.residual != nullptr ? norm_any<Tx, To, true>(args) : norm_any<Tx, To, false>(args);
+}
+
+#define NORM_KERNEL(name, Tx, To)                                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024) rms_norm_##name(const __grid_constant__ NormArgs args) {     \
+        norm<Tx, To>(args);                                                                                         \
+    }
+NORM_KERNEL(f32_f32, float, float)
+NORM_KERNEL(f32_bf16, float, bf16)
+NORM_KERNEL(bf16_f32, bf16, float)
+NORM_KERNEL(bf16_bf16, bf16, bf16)
 
 struct ElementArgs {
     const void* x; // [count]

@@ -13,9 +13,10 @@ use crate::batch::CudaBatch;
 use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
-use crate::kernels::attention_decode::{DecodeParams, DecodeVariant, max_slots_balanced};
+use crate::kernels::attention_decode::DecodeParams;
 use crate::kernels::attention_plan::{DecodePlace, Heads, LayerKind, PlanPlace, PrefillPlace, supports_block_size};
 use crate::kernels::attention_prefill::{KvMap, PrefillParams, PrefillVariant};
+use crate::kernels::decode_forms::DecodeVariant;
 use crate::kernels::{ActivationType, Half};
 use crate::memory::DeviceMemory;
 use crate::rope_angles::AngleTables;
@@ -52,6 +53,8 @@ struct PlainAttentionArgs {
     block_size: u32,
     window: u32,
     scale: f32,
+    soft_cap: f32,
+    sinks: u64,
 }
 
 /// KV element types, in the order of kernel tables.
@@ -128,7 +131,6 @@ impl DeviceBuffer for PoolTensor {
 
 /// Where pieces of a sequence leave their results. Launches follow each other, so layers share it.
 struct DecodeScratch {
-    variant: DecodeVariant,
     heads: Heads,
     /// `partial_out`, `partial_max_sum`, `arrivals`, for the most slots that a plan has.
     memory: DeviceMemory,
@@ -150,6 +152,8 @@ pub(crate) struct AttentionOps {
     scratch: Mutex<Vec<DecodeScratch>>,
     /// Whether the kernels were compiled for [`HOPPER_TARGET`].
     is_hopper: bool,
+    /// Whether only kernels run in which a row's sums follow from its own position and window.
+    deterministic: bool,
     counts: LaunchCounts,
 }
 
@@ -167,6 +171,8 @@ pub(crate) struct AttentionTask<'a> {
     pub(crate) q: View,
     pub(crate) out: View,
     pub(crate) params: &'a AttentionParams,
+    /// f32 `[H]`, if there are any.
+    pub(crate) sinks: Option<u64>,
     pub(crate) num_tokens: usize,
 }
 
@@ -210,7 +216,7 @@ fn word(count: usize) -> u32 {
 
 impl AttentionOps {
     /// Looks the kernels up.
-    pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels) -> Result<Self, BackendError> {
+    pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels, deterministic: bool) -> Result<Self, BackendError> {
         let is_hopper = kernels.target() == HOPPER_TARGET;
         Ok(Self {
             device: Arc::clone(device),
@@ -220,7 +226,7 @@ impl AttentionOps {
             kv_write: by_elem_and_kv(kernels, "kv_write")?,
             heads: by_elem_and_kv(kernels, "heads")?,
             plain: by_elem_and_kv(kernels, "attention_plain")?,
-            decode: DecodeVariant::all()
+            decode: DecodeVariant::all(is_hopper)
                 .into_iter()
                 .map(|variant| Ok((variant, tiled(device, kernels, &variant.name(), variant.shared_bytes())?)))
                 .collect::<Result<_, BackendError>>()?,
@@ -230,6 +236,7 @@ impl AttentionOps {
                 .collect::<Result<_, BackendError>>()?,
             scratch: Mutex::default(),
             is_hopper,
+            deterministic,
             counts: LaunchCounts::default(),
         })
     }
@@ -329,7 +336,8 @@ impl AttentionOps {
         let window = task.params.window.and_then(|window| i32::try_from(window).ok());
         let window = window.map(i32::unsigned_abs);
         let block_size = word(pool.spec.block_size);
-        LayerKind::select(task.params.group_idx, window, task.heads(), kv, block_size, pool.map.is_some())
+        let kind = LayerKind::select(task.params.group_idx, window, task.heads(), kv, block_size, pool.map.is_some())?;
+        Some(if self.deterministic { kind.batch_invariant() } else { kind })
     }
 
     /// Attention over the pool: by the plan's kernels, without a plan by the plain one.
@@ -362,11 +370,12 @@ impl AttentionOps {
         pool: LayerPool<'_>,
     ) -> Result<(), BackendError> {
         let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
-        let function = self.decode.iter().find(|(variant, _)| *variant == kind.decode);
-        let (_, function) = function.ok_or_else(|| self.device.broken(format!("no kernel {}", kind.decode.name())))?;
-        let launch = kind.decode.launch(num_heads, num_kv_heads, place.blocks);
+        let function = self.decode.iter().find(|(variant, _)| *variant == place.variant);
+        let (_, function) =
+            function.ok_or_else(|| self.device.broken(format!("no kernel {}", place.variant.name())))?;
+        let launch = place.variant.launch(kind.heads.counts(), place.units);
         let mut held = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let scratch = self.decode_scratch(&mut held, kind, launch.grid)?;
+        let scratch = self.decode_scratch(&mut held, kind, launch.grid.1)?;
         let args = DecodeParams {
             q: task.q.address,
             out: task.out.address,
@@ -377,9 +386,9 @@ impl AttentionOps {
             partial_out: scratch.memory.address(),
             partial_max_sum: scratch.max_sum,
             arrivals: scratch.arrivals,
-            sinks: 0,
+            sinks: task.sinks.unwrap_or(0),
             scale: task.params.scale,
-            soft_cap: 0.0,
+            soft_cap: task.params.soft_cap.unwrap_or(0.0),
             window: kind.window.unwrap_or(0),
             num_heads,
             num_kv_heads,
@@ -398,18 +407,18 @@ impl AttentionOps {
         unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
     }
 
-    /// The place of pieces' results, for this grid; allocates only while warming up.
+    /// The place of pieces' results, with `grid_y` counters a slot; allocates only while warming up.
     fn decode_scratch<'a>(
         &self,
         held: &'a mut Vec<DecodeScratch>,
         kind: &LayerKind,
-        (blocks, grid_y): (u32, u32),
+        grid_y: u32,
     ) -> Result<&'a DecodeScratch, BackendError> {
-        let LayerKind { decode: variant, heads, .. } = *kind;
-        if let Some(at) = held.iter().position(|held| held.variant == variant && held.heads == heads) {
+        let heads = kind.heads;
+        if let Some(at) = held.iter().position(|held| held.heads == heads) {
             return Ok(&held[at]);
         }
-        let slots = max_slots_balanced(blocks) as usize;
+        let slots = kind.max_decode_slots(word(self.device.num_multiprocessors())) as usize;
         let rows = slots * heads.num_heads as usize;
         let (out_bytes, max_sum_bytes) = (rows * heads.head_dim as usize * 4, rows * 8);
         // The kernel leaves its counters of arrivals at zero.
@@ -417,7 +426,7 @@ impl AttentionOps {
         let memory = DeviceMemory::zeroed(&self.device, len, "partial results of attention")?;
         let max_sum = memory.address() + out_bytes as u64;
         let arrivals = max_sum + max_sum_bytes as u64;
-        held.push(DecodeScratch { variant, heads, memory, max_sum, arrivals });
+        held.push(DecodeScratch { heads, memory, max_sum, arrivals });
         Ok(&held[held.len() - 1])
     }
 
@@ -446,9 +455,9 @@ impl AttentionOps {
             tiles: place.tiles,
             work: place.work,
             work_start: place.work_start,
-            sinks: 0,
+            sinks: task.sinks.unwrap_or(0),
             scale: task.params.scale,
-            soft_cap: 0.0,
+            soft_cap: task.params.soft_cap.unwrap_or(0.0),
             window: kind.window.unwrap_or(0),
             num_heads,
             num_kv_heads,
@@ -460,8 +469,9 @@ impl AttentionOps {
         };
         count(if kind.prefill.needs_map() { &self.counts.prefill } else { &self.counts.prefill_any });
         // SAFETY: the struct is the kernel's; the op checked both shapes, and that every position in sight has a
-        // block inside the pool; the work was shared out over as many thread blocks as are launched.
-        unsafe { self.device.launch(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
+        // block inside the pool; the work was shared out over as many thread blocks as are launched. Each waits before
+        // it reads anything but its argument, and lets its successor begin then.
+        unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
     }
 
     /// Attention of any shape.
@@ -471,7 +481,7 @@ impl AttentionOps {
         batch: &CudaBatch,
         pool: LayerPool<'_>,
     ) -> Result<(), BackendError> {
-        let AttentionTask { q, out, params, num_tokens } = *task;
+        let AttentionTask { q, out, params, sinks, num_tokens } = *task;
         let group = batch.groups[params.group_idx];
         let args = PlainAttentionArgs {
             q: q.address,
@@ -488,6 +498,8 @@ impl AttentionOps {
             // A window beyond 32 bits sees everything.
             window: params.window.map_or(0, |window| u32::try_from(window).unwrap_or(0)),
             scale: params.scale,
+            soft_cap: params.soft_cap.unwrap_or(0.0),
+            sinks: sinks.unwrap_or(0),
         };
         let rows = num_tokens.checked_mul(params.num_heads).and_then(|rows| i32::try_from(rows).ok());
         let rows = rows.ok_or_else(|| self.device.broken("attention over more than 2^31 query heads"))?;

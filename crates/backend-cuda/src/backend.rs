@@ -9,13 +9,14 @@
 //! do for up to 8 tokens, unless a weight is f32 or its rows are no multiple of 32 elements; else cuBLASLt picks its
 //! algorithm by the number of tokens. A quantised weight has kernels of its own for 1, up to 8, 16, 32 and 128 tokens.
 //! [`Backend::attention`] of bf16 over a 16-bit cache is the other exception: where a sequence's keys are cut follows
-//! from the lengths of all, so that every multiprocessor has work.
+//! from the lengths of all, so that every multiprocessor has work. With [`CudaConfig::deterministic`] there is no
+//! exception.
 
 mod pools;
 mod weights;
 
 use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
-use crate::batch::{BatchMemory, device_batch, ensure_covered};
+use crate::batch::{BatchMemory, CudaBatch, device_batch, ensure_covered};
 use crate::check::{Elem, View, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
@@ -57,6 +58,9 @@ pub struct CudaConfig {
     pub ordinal: usize,
     /// In which type values flow between ops.
     pub activations: Activations,
+    /// Whether a row's bits depend on its own sequence only, whatever the batch around it and however its prompt was
+    /// cut into chunks; slower.
+    pub deterministic: bool,
 }
 
 /// A GPU as a device. Serves one model and one KV pool: what it records of a forward holds for both.
@@ -101,12 +105,12 @@ impl CudaBackend {
         let kernels = Kernels::load(&device)?;
         let workspace = Workspace::new(&device);
         let loaded = begun.elapsed();
-        let linear = LinearOps::new(&device, &kernels, &workspace)?;
+        let linear = LinearOps::new(&device, &kernels, &workspace, config.deterministic)?;
         let products = begun.elapsed();
         let backend = Self {
             records: Mutex::new(Records::new(&device)),
             rows: RowOps::new(&device, &kernels)?,
-            attention: AttentionOps::new(&device, &kernels)?,
+            attention: AttentionOps::new(&device, &kernels, config.deterministic)?,
             linear,
             results: Results::new(&device, &kernels, &workspace)?,
             batch: Mutex::new(BatchMemory::new(&device)?),
@@ -318,9 +322,10 @@ impl Backend for CudaBackend {
         if !is_recordable(&batch.layout) || ids.len() != batch.layout.num_tokens() {
             return Ok(None);
         }
-        let batch_moves = device_batch(OP, batch)?.moves;
+        let CudaBatch { moves, decode_variants, .. } = device_batch(OP, batch)?;
+        let key = RecordKey { num_tokens: ids.len(), decode_variants: decode_variants.clone(), batch_moves: *moves };
         lock(&self.batch).upload_ids(OP, ids)?;
-        match lock(&self.records).begin(RecordKey { num_tokens: ids.len(), batch_moves })? {
+        match lock(&self.records).begin(key)? {
             Next::Done(hidden) => Ok(Some(hidden)),
             Next::Run | Next::Record => Ok(None),
         }
@@ -515,7 +520,8 @@ impl Backend for CudaBackend {
         let (q, out) = (view(OP, q)?, view(OP, out)?);
         ensure_same_elem(OP, q, out)?;
         ensure_covered(OP, batch, params.group_idx, params.window, kv.spec().block_size)?;
-        let task = AttentionTask { q, out, params, num_tokens };
+        let sinks = params.sinks.as_deref().map(|sinks| view_f32(OP, sinks)).transpose()?;
+        let task = AttentionTask { q, out, params, sinks, num_tokens };
         let (device, pool) = (device_batch(OP, batch)?, self.pool_layer(OP, kv, params.layer_in_group)?);
         let plan = match self.attention.kind(&task, device, pool) {
             Some(kind) => self.attention_plan(OP, kind, batch)?,

@@ -11,6 +11,7 @@
 
 use crate::device::Device;
 use crate::kernels::attention_plan::{LayerKind, LayerPlan, PlanPlace};
+use crate::kernels::decode_forms::DecodeVariant;
 use crate::memory::DeviceMemory;
 use crate::staging::UploadRing;
 use pagemill_backend::check::{ensure, shape_error};
@@ -65,6 +66,8 @@ pub(crate) struct CudaBatch {
     pub(crate) serial: u64,
     /// Changes whenever the addresses above do, for equal numbers of tokens and sequences.
     pub(crate) moves: u64,
+    /// The decode kernel of each plan that was there when the batch was uploaded.
+    pub(crate) decode_variants: Vec<Option<DecodeVariant>>,
     /// (group, window) whose tables are known to hold every block in sight.
     covered: Mutex<Vec<(usize, Option<usize>)>>,
     /// Plans for kinds of attention layers, with their memory where they came after the upload.
@@ -161,6 +164,7 @@ impl BatchMemory {
             max_seq_len: layout.seq_lens.iter().copied().max().unwrap_or(0),
             serial: self.serial,
             moves: self.moves,
+            decode_variants: self.plans.iter().map(LayerPlan::decode_variant).collect(),
             covered: Mutex::default(),
             plans,
         })

@@ -1,11 +1,12 @@
 //! Recorded forwards. A step in which every sequence has one token runs the same kernels at the same addresses
-//! whenever it has as many tokens, so it is recorded as a CUDA graph when that number comes for the second time,
+//! whenever it has as many tokens (and lengths that ask for the same attention kernels), so it is recorded as a CUDA graph when that number comes for the second time,
 //! and launched by one call from then on: a kernel then costs half a microsecond to start instead of four. The
 //! first time runs as it is, so that memory, plans and modules are there. Decides which steps are recorded; knows
 //! no op.
 
 use crate::check::Elem;
 use crate::device::Device;
+use crate::kernels::decode_forms::DecodeVariant;
 use crate::memory::{CudaBuffer, DeviceMemory};
 use cudarc::driver::{result, sys};
 use pagemill_backend::{BackendError, BatchLayout, DType, Tensor};
@@ -16,9 +17,11 @@ use std::sync::Arc;
 const MAX_RECORDED_TOKENS: usize = 512;
 
 /// What must be equal for a record to be run again.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RecordKey {
     pub(crate) num_tokens: usize,
+    /// See `CudaBatch::decode_variants`.
+    pub(crate) decode_variants: Vec<Option<DecodeVariant>>,
     /// See `CudaBatch::moves`.
     pub(crate) batch_moves: u64,
 }
@@ -107,7 +110,7 @@ impl Records {
 
     /// Ends a recording whose ops left their result in `hidden` (f32), and runs it.
     pub(crate) fn end(&mut self, hidden: &Tensor, address: u64) -> Result<Tensor, BackendError> {
-        let Some(key) = self.recording else {
+        let Some(key) = self.recording.clone() else {
             return Err(self.device.broken("no step is being recorded"));
         };
         let (rows, cols) = (hidden.rows(), hidden.cols());

@@ -8,6 +8,8 @@
 //! | quantised, repacked at load | see `packed` | see `packed` |
 //! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt |
 //!
+//! Deterministic products are cuBLASLt's for any number of tokens, by one algorithm for all of them.
+//!
 //! How many are few `kernels::linear_small` says for the first row; 8 elsewhere. What that kernel cannot read is
 //! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
 //! stored, whatever their number of tokens.
@@ -106,6 +108,8 @@ pub(crate) struct LinearOps {
     small_launches: AtomicU64,
     packed: PackedKernels,
     matmul: Mutex<Matmul>,
+    /// Whether a product's algorithm must not follow from the number of tokens.
+    deterministic: bool,
 }
 
 /// The input of a call, converted at most once to each type.
@@ -182,6 +186,7 @@ impl LinearOps {
         device: &Arc<Device>,
         kernels: &Kernels,
         workspace: &Arc<Workspace>,
+        deterministic: bool,
     ) -> Result<Self, BackendError> {
         let mut stored = HashMap::new();
         for dtype in DType::ALL {
@@ -207,7 +212,8 @@ impl LinearOps {
             small,
             small_launches: AtomicU64::new(0),
             packed: PackedKernels::new(device, kernels)?,
-            matmul: Mutex::new(Matmul::new(device)?),
+            matmul: Mutex::new(Matmul::new(device, deterministic)?),
+            deterministic,
         })
     }
 
@@ -327,7 +333,7 @@ impl LinearOps {
             let done = if product.matrix.weight.packed.is_some() {
                 self.widened_product(&mut inputs, num_tokens, product)?
             } else if product.matrix.weight.dtype.is_quantized() {
-                num_tokens > FEW_TOKENS
+                (num_tokens > FEW_TOKENS || self.deterministic)
                     && x.elem == Elem::Bf16
                     && self.widened_product(&mut inputs, num_tokens, product)?
             } else {
@@ -348,14 +354,14 @@ impl LinearOps {
     /// The form of `linear_small` that takes the product, if one does.
     fn small_variant(&self, x: View, num_tokens: usize, product: &Product<'_>) -> Option<LinearVariant> {
         let Matrix { weight, rows, cols } = product.matrix;
-        let half = half_of(weight.dtype)?;
+        let half = half_of(weight.dtype).filter(|_| !self.deterministic)?;
         let is_aligned = linear_small::is_aligned(x.address, weight.address());
         LinearVariant::select(half, u32::try_from(num_tokens).ok()?, word(rows), word(cols)).filter(|_| is_aligned)
     }
 
     /// The form that takes gate and up, if one does.
     fn gated_variant(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<LinearVariant> {
-        let half = half_of(gate.weight.dtype)?;
+        let half = half_of(gate.weight.dtype).filter(|_| !self.deterministic)?;
         let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
         let is_aligned = linear_small::is_aligned(gate.weight.address(), up.weight.address());
         let num_tokens = u32::try_from(num_tokens).ok()?;

@@ -1,5 +1,6 @@
 //! cuBLASLt with kept plans: the descriptors and the algorithm of a shape are made once. Decides which algorithm
-//! runs (the library's own first choice); knows no weights and no tensors.
+//! runs: the library's own first choice, or, where results must not depend on the number of tokens, its first choice
+//! for one fixed number of them among those that do not split C. Knows no weights and no tensors.
 
 use crate::device::Device;
 use crate::memory::DeviceMemory;
@@ -13,6 +14,11 @@ use std::sync::Arc;
 const WORKSPACE_BYTES: usize = 64 << 20;
 /// `CUBLAS_OP_T`: the library's own enumeration is not among its bindings.
 const OP_TRANSPOSED: i32 = 1;
+/// Tokens for which the algorithm is chosen that serves any number of them: enough for tensor cores, few enough that
+/// a decode step keeps the chip busy.
+const DETERMINISTIC_TOKENS: usize = 64;
+/// `CUBLASLT_REDUCTION_SCHEME_NONE`: C is not split.
+const NO_REDUCTION: u32 = 0;
 /// Plans kept at most; then all are made anew.
 const MAX_PLANS: usize = 1 << 14;
 
@@ -46,6 +52,8 @@ pub(crate) struct Matmul {
     device: Arc<Device>,
     handle: sys::cublasLtHandle_t,
     workspace: DeviceMemory,
+    /// Whether a row of `out` has the same bits for any number of tokens.
+    deterministic: bool,
     /// `None`: the library has no algorithm for the shape.
     plans: HashMap<Shape, Option<Plan>>,
 }
@@ -58,7 +66,7 @@ impl Matmul {
     ///
     /// # Errors
     /// It is not there, or does not start.
-    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, BackendError> {
+    pub(crate) fn new(device: &Arc<Device>, deterministic: bool) -> Result<Self, BackendError> {
         // SAFETY: looks for the library only.
         if !unsafe { sys::is_culib_present() } {
             return Err(device.broken(
@@ -68,7 +76,7 @@ impl Matmul {
         device.bind()?;
         let handle = result::create_handle().map_err(|error| device.broken(format!("starting cuBLASLt: {error}")))?;
         let workspace = DeviceMemory::take(device, WORKSPACE_BYTES, "cuBLASLt")?;
-        Ok(Self { device: Arc::clone(device), handle, workspace, plans: HashMap::new() })
+        Ok(Self { device: Arc::clone(device), handle, workspace, deterministic, plans: HashMap::new() })
     }
 
     /// Bytes held.
@@ -143,29 +151,55 @@ impl Matmul {
         }
         .map_err(fault)?;
         let weight = layout(input, shape.cols, shape.rows, shape.cols)?;
-        let x = layout(input, shape.cols, shape.num_tokens, shape.cols)?;
-        let out = layout(output, shape.rows, shape.num_tokens, shape.out_stride)?;
-        let preference = result::create_matmul_pref().map_err(fault)?;
-        let workspace_bytes = self.workspace.len() as u64;
-        // SAFETY: the attribute's value is read during the call; all descriptors were just made.
-        let found = unsafe {
-            result::set_matmul_pref_attribute(
-                preference,
-                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES,
-                std::ptr::from_ref(&workspace_bytes).cast(),
-                size_of_val(&workspace_bytes),
-            )
-            .map_err(fault)?;
-            let found = result::get_matmul_algo_heuristic(self.handle, matmul, weight, x, out, out, preference);
-            result::destroy_matmul_pref(preference).map_err(fault)?;
+        let tokens = |count: usize| {
+            Ok((layout(input, shape.cols, count, shape.cols)?, layout(output, shape.rows, count, shape.out_stride)?))
+        };
+        let (x, out) = tokens(shape.num_tokens)?;
+        let found = if self.deterministic {
+            let (x, out) = tokens(DETERMINISTIC_TOKENS)?;
+            let found = self.choose(matmul, weight, x, out);
+            // SAFETY: both were just made, and nothing keeps them.
+            unsafe { result::destroy_matrix_layout(x).and_then(|()| result::destroy_matrix_layout(out)) }
+                .map_err(fault)?;
             found
+        } else {
+            self.choose(matmul, weight, x, out)
         };
         let none = sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED;
         match found {
-            Ok(found) => Ok(Some(Plan { matmul, weight, x, out, algorithm: found.algo })),
+            Ok(algorithm) => Ok(Some(Plan { matmul, weight, x, out, algorithm })),
             Err(result::CublasError(status)) if status == none => Ok(None),
             Err(error) => Err(fault(error)),
         }
+    }
+
+    /// The library's first choice for such matrices.
+    fn choose(
+        &self,
+        matmul: sys::cublasLtMatmulDesc_t,
+        weight: sys::cublasLtMatrixLayout_t,
+        x: sys::cublasLtMatrixLayout_t,
+        out: sys::cublasLtMatrixLayout_t,
+    ) -> Result<sys::cublasLtMatmulAlgo_t, result::CublasError> {
+        use sys::cublasLtMatmulPreferenceAttributes_t as Attribute;
+        let preference = result::create_matmul_pref()?;
+        let workspace_bytes = self.workspace.len() as u64;
+        let (bytes, scheme) = (std::ptr::from_ref(&workspace_bytes).cast(), std::ptr::from_ref(&NO_REDUCTION).cast());
+        // SAFETY: the attributes' values are read during the calls; the descriptors are the caller's.
+        let found = unsafe {
+            let limit = Attribute::CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES;
+            let mut set = result::set_matmul_pref_attribute(preference, limit, bytes, size_of_val(&workspace_bytes));
+            if self.deterministic {
+                let mask = Attribute::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK;
+                set = set.and_then(|()| {
+                    result::set_matmul_pref_attribute(preference, mask, scheme, size_of_val(&NO_REDUCTION))
+                });
+            }
+            set.and_then(|()| result::get_matmul_algo_heuristic(self.handle, matmul, weight, x, out, out, preference))
+        };
+        // SAFETY: made above, destroyed once.
+        unsafe { result::destroy_matmul_pref(preference) }?;
+        found.map(|found| found.algo)
     }
 
     fn forget(&mut self) {

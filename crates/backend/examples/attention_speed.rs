@@ -54,7 +54,17 @@ impl Bench {
     fn params(&self, layer_in_group: usize) -> AttentionParams {
         let (num_heads, num_kv_heads, head_dim) = self.shape;
         let scale = 1.0 / (head_dim as f32).sqrt();
-        AttentionParams { num_heads, num_kv_heads, head_dim, scale, window: None, group_idx: 0, layer_in_group }
+        AttentionParams {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            scale,
+            window: None,
+            soft_cap: None,
+            sinks: None,
+            group_idx: 0,
+            layer_in_group,
+        }
     }
 
     /// The last `tokens` of the context as one step; blocks in reverse order.

@@ -49,7 +49,8 @@ pub fn ensure_attention(
     batch: &DeviceBatch,
     spec: &KvPoolSpec,
 ) -> Result<(), BackendError> {
-    let AttentionParams { num_heads, num_kv_heads, head_dim, group_idx, layer_in_group, window, .. } = *params;
+    let &AttentionParams { num_heads, num_kv_heads, head_dim, group_idx, layer_in_group, window, soft_cap, .. } =
+        params;
     ensure(op, num_kv_heads > 0 && num_heads.is_multiple_of(num_kv_heads) && num_heads > 0, || {
         ("KV heads dividing the query heads".into(), format!("{num_heads} query heads, {num_kv_heads} KV heads"))
     })?;
@@ -65,7 +66,13 @@ pub fn ensure_attention(
     ensure(op, group_idx < batch.layout.groups.len(), || {
         (format!("a cache group below {}", batch.layout.groups.len()), group_idx.to_string())
     })?;
-    ensure(op, window != Some(0), || ("a window of at least one token".into(), "0".into()))
+    ensure(op, window != Some(0), || ("a window of at least one token".into(), "0".into()))?;
+    let is_cap = |cap: f32| cap.is_finite() && cap > 0.0;
+    ensure(op, soft_cap.is_none_or(is_cap), || ("a soft cap above 0".into(), format!("{soft_cap:?}")))?;
+    params.sinks.as_ref().map_or(Ok(()), |sinks| {
+        ensure_shape(op, "sinks", sinks, 1, num_heads)?;
+        ensure_f32(op, sinks)
+    })
 }
 
 /// `cols` are whole heads, and a head has as many elements as are rotated.

@@ -15,6 +15,7 @@ use crate::sampling::{RowOutcome, RowTask};
 use crate::{
     BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor, Weight, composed,
 };
+use std::sync::Arc;
 
 /// What a device says about itself.
 #[derive(Clone, Debug)]
@@ -244,6 +245,11 @@ pub struct AttentionParams {
     pub scale: f32,
     /// `Some(w)`: position `p` sees positions `(p - w, p]` only.
     pub window: Option<usize>,
+    /// `Some(c)`: a score `s` (the scaled q·k) becomes `c * tanh(s / c)`. Above 0.
+    pub soft_cap: Option<f32>,
+    /// `[1, H]` in f32, this rank's heads: a score of each head that takes part in the softmax's sum and in
+    /// nothing else, as of one more position whose V is zero.
+    pub sinks: Option<Arc<Tensor>>,
     /// Which cache group's tables and slots to use.
     pub group_idx: usize,
     /// Which pool tensor holds this layer.

@@ -24,6 +24,12 @@ pub struct Tensor {
     buffer: Box<dyn DeviceBuffer>,
 }
 
+impl std::fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "[{}, {}] {}", self.rows, self.cols, self.dtype)
+    }
+}
+
 impl Tensor {
     /// Wraps a buffer of at least `rows * cols` elements of the float type `dtype`.
     #[must_use]

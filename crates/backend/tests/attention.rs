@@ -10,6 +10,7 @@ use pagemill_backend::cpu::Isa;
 use pagemill_backend::{
     AttentionParams, Backend, BatchLayout, BlockCopy, CpuBackend, DType, DeviceBatch, GroupLayout, KvPool, KvPoolSpec,
 };
+use std::sync::Arc;
 use support::{Random, assert_close, backend, backends, bits, host, is_emulated, poisoned, sets, tensor};
 
 /// One sequence's inputs: `q` `[len, H * E]`, `k` and `v` `[len, K * E]`.
@@ -28,16 +29,33 @@ struct Shape {
     head_dim: usize,
     window: Option<usize>,
     dtype: DType,
+    extras: Extras,
 }
 
+/// What some architectures add to their scores.
+#[derive(Clone, Copy, Debug)]
+struct Extras {
+    soft_cap: Option<f32>,
+    has_sinks: bool,
+}
+
+const NO_EXTRAS: Extras = Extras { soft_cap: None, has_sinks: false };
+
 impl Shape {
-    fn params(&self) -> AttentionParams {
+    /// One for each head, some above all scores and some below.
+    fn sinks(&self) -> Option<Vec<f32>> {
+        self.extras.has_sinks.then(|| Random::new(5).normal(self.heads).iter().map(|x| 4.0 * x).collect())
+    }
+
+    fn params(&self, backend: &CpuBackend) -> AttentionParams {
         AttentionParams {
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
             head_dim: self.head_dim,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
             window: self.window,
+            soft_cap: self.extras.soft_cap,
+            sinks: self.sinks().map(|sinks| Arc::new(tensor(backend, 1, self.heads, &sinks))),
             group_idx: 0,
             layer_in_group: 1,
         }
@@ -76,7 +94,7 @@ impl Paged {
         let group = GroupLayout { slot_mapping: slots, ..Default::default() };
         let everything =
             DeviceBatch { layout: BatchLayout { groups: vec![group], ..Default::default() }, device: None };
-        backend.kv_write(&nan, &nan, &shape.params(), &everything, &mut pool).unwrap();
+        backend.kv_write(&nan, &nan, &shape.params(backend), &everything, &mut pool).unwrap();
 
         let mut ids: Vec<u32> = (0..num_blocks as u32).collect();
         Random::new(7).shuffle(&mut ids);
@@ -125,9 +143,11 @@ impl Paged {
         let tokens = layout.positions.len();
         let batch = backend.upload_batch(layout, self.pool.spec()).unwrap();
         let (k, v) = (tensor(backend, tokens, kv_cols, &k), tensor(backend, tokens, kv_cols, &v));
-        backend.kv_write(&k, &v, &shape.params(), &batch, &mut self.pool).unwrap();
+        backend.kv_write(&k, &v, &shape.params(backend), &batch, &mut self.pool).unwrap();
         let mut out = poisoned(backend, tokens, q_cols);
-        backend.attention(&tensor(backend, tokens, q_cols, &q), &shape.params(), &batch, &self.pool, &mut out).unwrap();
+        backend
+            .attention(&tensor(backend, tokens, q_cols, &q), &shape.params(backend), &batch, &self.pool, &mut out)
+            .unwrap();
         let out = host(backend, &out);
         let mut rest = out.as_slice();
         chunks
@@ -176,19 +196,22 @@ fn reference_row(shape: Shape, seq: &Sequence, position: usize, head: usize) -> 
     };
     let (k, v) = (rows(&seq.k), rows(&seq.v));
     let scale = 1.0 / (e as f32).sqrt();
+    let sink = shape.sinks().map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
+    let capped = |score: f32| shape.extras.soft_cap.map_or(score, |cap| cap * (score / cap).tanh());
+    let capped_wide = |score: f64| shape.extras.soft_cap.map(f64::from).map_or(score, |cap| cap * (score / cap).tanh());
 
     let wide = |x: &f32| f64::from(*x);
-    let scores: Vec<f64> =
-        k.iter().map(|k| q.iter().zip(k).map(|(q, k)| wide(q) * wide(k)).sum::<f64>() * f64::from(scale)).collect();
-    let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+    let dot_wide = |k: &Vec<f32>| q.iter().zip(k).map(|(q, k)| wide(q) * wide(k)).sum::<f64>() * f64::from(scale);
+    let scores: Vec<f64> = k.iter().map(|k| capped_wide(dot_wide(k))).collect();
+    let max = scores.iter().copied().fold(wide(&sink), f64::max);
     let weights: Vec<f64> = scores.iter().map(|s| (s - max).exp()).collect();
-    let sum: f64 = weights.iter().sum();
+    let sum: f64 = weights.iter().sum::<f64>() + (wide(&sink) - max).exp();
     let exact = (0..e).map(|e| weights.iter().zip(&v).map(|(w, v)| w * wide(&v[e])).sum::<f64>() / sum).collect();
 
-    let scores: Vec<f32> = k.iter().map(|k| q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * scale).collect();
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let scores: Vec<f32> = k.iter().map(|k| capped(q.iter().zip(k).map(|(q, k)| q * k).sum::<f32>() * scale)).collect();
+    let max = scores.iter().copied().fold(sink, f32::max);
     let weights: Vec<f32> = scores.iter().map(|s| (s - max).exp()).collect();
-    let sum: f32 = weights.iter().sum();
+    let sum: f32 = weights.iter().sum::<f32>() + (sink - max).exp();
     let naive = (0..e).map(|e| weights.iter().zip(&v).map(|(w, v)| w * v[e]).sum::<f32>() / sum).collect();
     (exact, naive)
 }
@@ -229,7 +252,7 @@ fn every_shape_is_near_the_f64_reference() {
                     if is_emulated() && (nth / 4 % 2, nth % 4) != (i, j) {
                         continue;
                     }
-                    let shape = Shape { heads, kv_heads, head_dim, window, dtype };
+                    let shape = Shape { heads, kv_heads, head_dim, window, dtype, extras: NO_EXTRAS };
                     let block_size = [16, 32, 64, 128, 256][nth % 5];
                     let seqs: Vec<_> = [1, 17, 310].iter().map(|&len| shape.sequence(len, len as u64)).collect();
                     for (seq, out) in seqs.iter().zip(together(&backend, shape, block_size, &seqs, 310)) {
@@ -241,11 +264,52 @@ fn every_shape_is_near_the_f64_reference() {
     }
 }
 
+/// Soft caps and sinks, alone and together, under windows, on heads that vector kernels take.
+#[test]
+fn soft_caps_and_sinks_are_near_the_f64_reference() {
+    for backend in backends() {
+        for (soft_cap, has_sinks) in [(Some(2.0), false), (None, true), (Some(5.0), true)] {
+            for (window, dtype) in [(None, DType::F16), (Some(20), DType::F32)] {
+                let extras = Extras { soft_cap, has_sinks };
+                let shape = Shape { heads: 6, kv_heads: 2, head_dim: 64, window, dtype, extras };
+                let seqs = [shape.sequence(70, 1), shape.sequence(1, 2)];
+                for (seq, out) in seqs.iter().zip(together(&backend, shape, 16, &seqs, 33)) {
+                    check_rows(shape, seq, &out, 0..seq.len);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn what_is_no_soft_cap_or_no_sink_is_refused() {
+    let backend = backend(Isa::Scalar, 1);
+    let plain = Shape { heads: 2, kv_heads: 1, head_dim: 32, window: None, dtype: DType::F32, extras: NO_EXTRAS };
+    let seqs = [plain.sequence(1, 1)];
+    let paged = Paged::new(&backend, plain, 16, &seqs);
+    let group = GroupLayout { slot_mapping: vec![0], block_table: vec![0], block_table_start: vec![0, 1] };
+    let layout = BatchLayout { query_start: vec![0, 1], seq_lens: vec![1], positions: vec![0], groups: vec![group] };
+    let batch = backend.upload_batch(layout, paged.pool.spec()).unwrap();
+    let q = tensor(&backend, 1, 64, &seqs[0].q);
+    let mut out = poisoned(&backend, 1, 64);
+    let mut refused = |params: AttentionParams| {
+        backend.attention(&q, &params, &batch, &paged.pool, &mut out).unwrap_err().to_string()
+    };
+    for cap in [0.0, -1.0, f32::NAN, f32::INFINITY] {
+        let error = refused(AttentionParams { soft_cap: Some(cap), ..plain.params(&backend) });
+        assert!(error.contains("soft cap"), "{error}");
+    }
+    let sinks = Some(Arc::new(tensor(&backend, 1, 3, &[0.0; 3])));
+    let error = refused(AttentionParams { sinks, ..plain.params(&backend) });
+    assert!(error.contains("sinks [1, 2]"), "{error}");
+}
+
 /// A head size that no vector kernel takes runs on the scalar form.
 #[test]
 fn an_odd_head_size_works() {
     for backend in backends() {
-        let shape = Shape { heads: 3, kv_heads: 1, head_dim: 20, window: Some(19), dtype: DType::F16 };
+        let shape =
+            Shape { heads: 3, kv_heads: 1, head_dim: 20, window: Some(19), dtype: DType::F16, extras: NO_EXTRAS };
         let seqs = [shape.sequence(70, 1)];
         let out = together(&backend, shape, 16, &seqs, 7);
         check_rows(shape, &seqs[0], &out[0], 0..70);
@@ -257,7 +321,7 @@ fn an_odd_head_size_works() {
 fn a_long_sequence_is_near_the_f64_reference() {
     for backend in backends() {
         for window in [None, Some(512)] {
-            let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window, dtype: DType::F16 };
+            let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window, dtype: DType::F16, extras: NO_EXTRAS };
             // The scalar form is slow: a shorter one for it.
             let len = if backend.isa() == Isa::Scalar || is_emulated() { 600 } else { 4097 };
             let seqs = [shape.sequence(len, 3)];
@@ -286,11 +350,14 @@ fn bits_do_not_depend_on_batch_chunk_block_size_or_threads() {
         };
         for &(heads, kv_heads, head_dim) in shapes {
             for &window in windows {
-                same_bits_everywhere(isa, Shape { heads, kv_heads, head_dim, window, dtype: DType::F16 });
+                same_bits_everywhere(
+                    isa,
+                    Shape { heads, kv_heads, head_dim, window, dtype: DType::F16, extras: NO_EXTRAS },
+                );
             }
         }
         // Token by token, the slowest way, for one shape.
-        let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F32 };
+        let shape = Shape { heads: 6, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F32, extras: NO_EXTRAS };
         let seqs = [shape.sequence(300, 1), shape.sequence(40, 2)];
         let two = backend(isa, 2);
         let whole = together(&two, shape, 16, &seqs, 300);
@@ -323,7 +390,7 @@ fn same_bits_everywhere(isa: Isa, shape: Shape) {
 #[test]
 fn copied_blocks_give_the_same_rows() {
     for backend in backends() {
-        let shape = Shape { heads: 2, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F16 };
+        let shape = Shape { heads: 2, kv_heads: 2, head_dim: 32, window: None, dtype: DType::F16, extras: NO_EXTRAS };
         let seqs = [shape.sequence(40, 9)];
         let mut paged = Paged::new(&backend, shape, 16, &seqs);
         paged.step(&backend, shape, &seqs, &[(0, 0, 39)]);
@@ -342,7 +409,8 @@ fn copied_blocks_give_the_same_rows() {
 #[test]
 fn a_missing_block_in_sight_is_refused() {
     for backend in backends() {
-        let shape = Shape { heads: 1, kv_heads: 1, head_dim: 32, window: Some(20), dtype: DType::F16 };
+        let shape =
+            Shape { heads: 1, kv_heads: 1, head_dim: 32, window: Some(20), dtype: DType::F16, extras: NO_EXTRAS };
         let seqs = [shape.sequence(64, 9)];
         let mut paged = Paged::new(&backend, shape, 16, &seqs);
         paged.step(&backend, shape, &seqs, &[(0, 0, 63)]);
@@ -358,8 +426,9 @@ fn a_missing_block_in_sight_is_refused() {
         };
         let batch = backend.upload_batch(layout, paged.pool.spec()).unwrap();
         let q = tensor(&backend, 1, 32, &[1.0; 32]);
-        let error =
-            backend.attention(&q, &shape.params(), &batch, &paged.pool, &mut poisoned(&backend, 1, 32)).unwrap_err();
+        let error = backend
+            .attention(&q, &shape.params(&backend), &batch, &paged.pool, &mut poisoned(&backend, 1, 32))
+            .unwrap_err();
         assert!(error.to_string().contains("a block for each position in sight"), "{error}");
     }
 }
@@ -367,7 +436,7 @@ fn a_missing_block_in_sight_is_refused() {
 #[test]
 fn an_overflowing_f16_value_saturates() {
     for backend in backends() {
-        let shape = Shape { heads: 1, kv_heads: 1, head_dim: 32, window: None, dtype: DType::F16 };
+        let shape = Shape { heads: 1, kv_heads: 1, head_dim: 32, window: None, dtype: DType::F16, extras: NO_EXTRAS };
         let seq = Sequence { len: 2, q: vec![0.0; 64], k: vec![1e6; 64], v: vec![1e6; 64] };
         let out = together(&backend, shape, 16, &[seq], 2);
         assert!(out[0].iter().all(|&x| x == 65_504.0), "{out:?}");

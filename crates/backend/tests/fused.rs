@@ -179,6 +179,8 @@ fn attended(backend: &CpuBackend, shape: Heads, tokens: usize, chunk: usize, op:
         head_dim,
         scale: 0.125,
         window: None,
+        soft_cap: None,
+        sinks: None,
         group_idx: 0,
         layer_in_group: 0,
     };
@@ -269,6 +271,8 @@ fn rope_kv_write_refuses_wrong_shapes() {
             head_dim: 32,
             scale: 1.0,
             window: None,
+            soft_cap: None,
+            sinks: None,
             group_idx: 0,
             layer_in_group: 0,
         };

@@ -18,6 +18,8 @@ pub struct Config {
     pub device: Device,
     /// The CPU's part.
     pub cpu: CpuConfig,
+    /// Whether a GPU's results must not depend on batch, chunks or prefix hits; on the CPU they never do.
+    pub deterministic: bool,
     /// Where weights come from.
     pub load_format: LoadFormat,
 }
@@ -76,7 +78,8 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         isa: isa(settings.isa.as_deref())?,
     };
     let load_format = load_format(settings.load_format.as_deref(), settings.dummy_type.as_deref())?;
-    Ok(Config { engine, device, cpu, load_format })
+    let deterministic = settings.deterministic.unwrap_or(false);
+    Ok(Config { engine, device, cpu, deterministic, load_format })
 }
 
 /// More ranks in one process than any machine has cores.

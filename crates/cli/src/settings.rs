@@ -73,6 +73,10 @@ pub struct EngineSettings {
     /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
     #[arg(long, env = "PAGEMILL_ISA", value_name = "SET")]
     pub isa: Option<String>,
+    /// On GPUs: the same tokens, bit for bit, in whatever batch, chunks and after whatever prefix hits a request runs;
+    /// slower. On the CPU this always holds [default: false]
+    #[arg(long, env = "PAGEMILL_DETERMINISTIC", num_args = 0..=1, default_missing_value = "true", require_equals = true, value_name = "BOOL")]
+    pub deterministic: Option<bool>,
     /// Where the model runs: auto (a GPU where there is one), cpu or cuda:N [default: auto]
     #[arg(long, env = "PAGEMILL_DEVICE", value_name = "DEVICE")]
     pub device: Option<String>,
@@ -233,6 +237,7 @@ impl EngineSettings {
             threads: self.threads.or(file.threads),
             activations: self.activations.or(file.activations),
             isa: self.isa.or(file.isa),
+            deterministic: self.deterministic.or(file.deterministic),
             device: self.device.or(file.device),
             load_format: self.load_format.or(file.load_format),
             dummy_type: self.dummy_type.or(file.dummy_type),
@@ -279,6 +284,27 @@ mod tests {
         }
         let wrong = parse_file("api_key = 7").unwrap_err();
         assert_eq!(wrong, "api_key: expected a text or a list of texts");
+    }
+
+    #[test]
+    fn deterministic_is_a_flag_or_a_key() {
+        #[derive(clap::Parser)]
+        struct Flags {
+            #[command(flatten)]
+            engine: EngineSettings,
+        }
+        let typed = |flags: &[&str]| {
+            <Flags as clap::Parser>::try_parse_from([&["pagemill"], flags].concat())
+                .map(|flags| flags.engine.deterministic)
+        };
+        assert_eq!(typed(&["--deterministic"]).unwrap(), Some(true));
+        assert_eq!(typed(&["--deterministic=false"]).unwrap(), Some(false));
+        assert!(typed(&["--deterministic=maybe"]).is_err());
+        let file = || parse_file("deterministic = true\n").unwrap().engine;
+        assert_eq!(EngineSettings::default().or(file()).deterministic, Some(true));
+        let off = EngineSettings { deterministic: Some(false), ..Default::default() };
+        assert_eq!(off.or(file()).deterministic, Some(false));
+        assert!(parse_file("deterministic = 1\n").unwrap_err().starts_with("deterministic: invalid type"));
     }
 
     #[test]

@@ -60,11 +60,11 @@ static Plan one_piece_a_block(const std::vector<Seq>& seqs, uint32_t window, uin
     return plan;
 }
 
-static Plan balanced(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t min_tiles) {
+static Plan balanced(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks, uint32_t min_tiles, uint32_t short_tiles, uint32_t least) {
     uint64_t total = 0;
     uint32_t most = 0;
     for (auto& s : seqs) total += end_tile(s) - first_tile(s, window), most = std::max(most, end_tile(s) - first_tile(s, window));
-    uint32_t even = std::max<uint32_t>(min_tiles, (total + blocks - 1) / blocks), longest = most <= 32 ? 4 : min_tiles;
+    uint32_t even = std::max<uint32_t>(min_tiles, (total + blocks - 1) / blocks), longest = most <= short_tiles ? least : min_tiles;
     auto pieces = [&](uint32_t l) {
         uint64_t n = 0;
         for (auto& s : seqs) n += (end_tile(s) - first_tile(s, window) + l - 1) / l;
@@ -94,13 +94,17 @@ static Plan fixed(const std::vector<Seq>& seqs, uint32_t window, uint32_t blocks
     return plan;
 }
 
-struct Kernel { const char* type; int e, heads; void (*run)(DecodeParams); size_t shared; int warps, blocks; };
-#define K1(T, NAME, E, NT, B) {#T, E, NT * 8, attention_decode_##T##_e##E##_h##NAME, sizeof(pagemill::DecodeShared<E, NT, DECODE_WARPS>), DECODE_WARPS, B}
+/// `blocks` a multiprocessor, in clusters of `cluster`.
+struct Kernel { const char* type; int e, heads; void (*run)(DecodeParams); size_t shared; int warps, blocks, cluster; };
+#define K1(T, NAME, E, NT, B) {#T, E, NT * 8, attention_decode_##T##_e##E##_h##NAME, sizeof(pagemill::DecodeShared<E, NT, 4, 1>), 4, B, 1}
+#define KW(T, E, NAME, W, B, C) {#T, E, 8, attention_decode_##T##_e##E##_h8_##NAME, sizeof(pagemill::DecodeShared<E, 1, W, C>), W, B, C}
+#define KWHOLE(T, E) KW(T, E, whole1, 8, 1, 1), KW(T, E, whole2, 8, 1, 2), KW(T, E, whole4, 8, 1, 4)
 #ifdef DECODE_ONLY_128
-static const Kernel KERNELS[] = {K1(bf16, 8, 128, 1, DECODE_BLOCKS)};
+static const Kernel KERNELS[] = {K1(bf16, 8, 128, 1, 3), KW(bf16, 128, dense, 4, 4, 1), KWHOLE(bf16, 128)};
 #else
-#define KALL(T) K1(T, 8, 64, 1, 4), K1(T, 8, 80, 1, 4), K1(T, 8, 96, 1, 3), K1(T, 8, 128, 1, DECODE_BLOCKS), K1(T, 8, 256, 1, 2), \
-    K1(T, 16, 64, 2, 3), K1(T, 16, 80, 2, 3), K1(T, 16, 96, 2, 3), K1(T, 16, 128, 2, 2)
+#define KALL(T) K1(T, 8, 64, 1, 4), K1(T, 8, 80, 1, 4), K1(T, 8, 96, 1, 3), K1(T, 8, 128, 1, 3), K1(T, 8, 256, 1, 2), \
+    K1(T, 16, 64, 2, 3), K1(T, 16, 80, 2, 3), K1(T, 16, 96, 2, 3), K1(T, 16, 128, 2, 2), \
+    KW(T, 128, dense, 4, 4, 1), KWHOLE(T, 64), KWHOLE(T, 128), KWHOLE(T, 256)
 static const Kernel KERNELS[] = {KALL(bf16), KALL(f16)};
 #endif
 
@@ -184,15 +188,15 @@ template <class T> static void check(const Kernel& k, int K, int G, int B, std::
         for (auto& s : seqs) for (uint32_t t = 0; s.kv_len > window && (t + 1) * B <= s.kv_len - window; ++t) table[s.table_start + t] = ~0u;
         CHECK(cudaMemcpy(d_table.ptr, table.data(), table.size() * 4, cudaMemcpyHostToDevice));
     }
-    uint32_t grid_y = K * ((G + k.heads - 1) / k.heads), grid_x = std::max<uint32_t>(1, sms * k.blocks / grid_y);
-    Plan plan = deterministic ? fixed(seqs, window, grid_x, 32) : balanced(seqs, window, grid_x, 2 * k.warps);
+    uint32_t grid_y = K * ((G + k.heads - 1) / k.heads), units = std::max<uint32_t>(1, sms * k.blocks / grid_y / k.cluster), grid_x = units * k.cluster;
+    Plan plan = deterministic ? fixed(seqs, window, units, 32) : balanced(seqs, window, units, 2 * k.warps, 32, 4);
     Device d(plan, H, E, grid_y);
     d.set(p);
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
     for (int round = 0; round < 2; ++round) launch(k.run, dim3(grid_x, grid_y), dim3(k.warps * 32), k.shared, 0, false, p);
     CHECK(cudaDeviceSynchronize());
     char what[200];
-    snprintf(what, sizeof what, "decode %s e%d K %d G %d B %d S %d len0 %u w %u cap %.0f sink %d det %d io %u", k.type, E, K, G, B, S, lens[0], window, cap, sink, deterministic, io);
+    snprintf(what, sizeof what, "decode %s e%d w%d c%d K %d G %d B %d S %d len0 %u w %u cap %.0f sink %d det %d io %u", k.type, E, k.warps, k.cluster, K, G, B, S, lens[0], window, cap, sink, deterministic, io);
     double error = relative_error(io == 0 ? out32.floats() : out16.floats(), ref.floats()), limit = std::is_same<T, __half>::value ? 6e-4 : 4e-3;
     if (!(error <= limit)) expect(what, error, limit);
 }
@@ -212,7 +216,7 @@ static void check_all(int sms) {
     printf("attention_decode: %d checks, %d failed\n", count, failures);
 }
 
-static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* mode, bool overlap, int sms, uint32_t min_tiles) {
+static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* mode, bool overlap, int sms, uint32_t min_tiles, uint32_t short_tiles, uint32_t least) {
     const int K = 8, H = 32, E = 128, sets = std::max<int>(1, std::min<uint64_t>(16, (600u << 20) / (uint64_t(S) * len * 4096)));
     uint32_t per = (len + B - 1) / B, blocks = per * S * sets;
     std::vector<uint32_t> table(blocks);
@@ -225,13 +229,13 @@ static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* 
     p.q = q.ptr, p.out = out.ptr, p.q_type = p.out_type = 2, p.kv = pool.ptr, p.block_table = d_table.ptr, p.scale = 0.0883883f;
     p.num_heads = H, p.num_kv_heads = K, p.block_size_log2 = log2_of(B), p.q_stride = p.out_stride = H * E;
     CHECK(cudaFuncSetAttribute(k.run, cudaFuncAttributeMaxDynamicSharedMemorySize, k.shared));
-    uint32_t grid_x = sms * k.blocks / K;
+    uint32_t units = sms * k.blocks / K / k.cluster, grid_x = units * k.cluster;
     std::vector<Device> devices;
     devices.reserve(sets);
     for (int set = 0; set < sets; ++set) {
         std::vector<Seq> seqs;
         for (int i = 0; i < S; ++i) seqs.push_back({uint32_t(i), uint32_t(set * S + i) * per, len});
-        Plan plan = mode[0] == 'f' ? fixed(seqs, 0, grid_x, min_tiles) : mode[0] == 'e' ? equal_shares(seqs, 0, grid_x, min_tiles) : balanced(seqs, 0, grid_x, min_tiles);
+        Plan plan = mode[0] == 'f' ? fixed(seqs, 0, units, min_tiles) : mode[0] == 'e' ? equal_shares(seqs, 0, units, min_tiles) : balanced(seqs, 0, units, min_tiles, short_tiles, least);
         devices.emplace_back(plan, H, E, K);
     }
     double us = graph_time_us(std::max(sets, 16), [&](cudaStream_t st, int i) {
@@ -239,7 +243,7 @@ static void time_shape(const Kernel& k, int S, uint32_t len, int B, const char* 
         launch(k.run, dim3(grid_x, K), dim3(k.warps * 32), k.shared, st, overlap, p);
     });
     double bytes = double(S) * len * K * E * 4;
-    printf("%4d x %5u B %3d %s pdl %d tiles %u warps %d blocks %d: %8.2f us %6.2f TB/s\n", S, len, B, mode, overlap, min_tiles, k.warps, k.blocks, us, bytes / us / 1e6);
+    printf("%4d x %5u B %3d %s pdl %d tiles %u/%u w%d b%d c%d: %8.2f us %6.2f TB/s\n", S, len, B, mode, overlap, min_tiles, least, k.warps, k.blocks, k.cluster, us, bytes / us / 1e6);
 }
 
 int main(int argc, char**) {
@@ -255,17 +259,15 @@ int main(int argc, char**) {
     }
     check_all(sms);
     if (failures || brief) return failures;
+    struct { int s; uint32_t len; } shapes[] = {{64, 4096}, {256, 1024}, {1, 32768}, {1, 4096}, {16, 15360}, {1, 128}, {1, 256}, {1, 384}, {1, 1024}, {4, 256}, {8, 256},
+                                                {16, 256}, {32, 256}, {64, 256}, {64, 384}, {128, 256}, {256, 256}, {8, 1024}, {32, 1024}, {8, 4096}};
     for (auto& k : KERNELS) {
         if (k.e != 128 || k.heads != 8 || strcmp(k.type, "bf16")) continue;
-        struct { int s; uint32_t len; } shapes[] = {{64, 4096}, {256, 1024}, {1, 32768}, {1, 4096}, {16, 15360}};
+        const uint32_t units = sms * k.blocks / k.cluster / 8;
+        const bool whole = k.warps == 8;
         for (auto& s : shapes) {
-            for (int overlap = 0; overlap < 2; ++overlap) time_shape(k, s.s, s.len, 16, "balanced", overlap, sms, 8);
-            time_shape(k, s.s, s.len, 64, "balanced", true, sms, 8);
-            for (uint32_t chunk : {32, 64}) time_shape(k, s.s, s.len, 16, "fixed", true, sms, chunk);
-        }
-        struct { int s; uint32_t len; } small[] = {{1, 256}, {8, 256}, {32, 256}, {64, 256}, {64, 384}, {128, 256}, {256, 256}, {8, 1024}, {32, 1024}, {8, 4096}};
-        for (auto& s : small) {
-            time_shape(k, s.s, s.len, 16, "balanced", true, sms, 8);
+            if (whole && (s.len > 1024 || uint32_t(s.s) > units)) continue;
+            time_shape(k, s.s, s.len, 16, "balanced", true, sms, 8, 32, whole ? 4096 : 4);
         }
     }
     return 0;

@@ -10,8 +10,8 @@ use std::sync::PoisonError;
 const MAX_PAIRS: usize = 256;
 /// `HEAD_WARPS` in rope_kv.cu.
 const HEAD_WARPS: u32 = 8;
-/// Tokens up to which a token's heads are spread over several blocks.
-const FEW_TOKENS: u32 = 64;
+/// Blocks up to which a token's heads are spread over several: two on each multiprocessor of a large chip.
+const FEW_BLOCKS: u32 = 264;
 
 /// `RopeArgs` in rope_kv.cu.
 #[repr(C)]
@@ -85,6 +85,11 @@ pub(crate) struct HeadsTask<'a> {
     pub(crate) rope: &'a RopeTable,
     pub(crate) num_tokens: u32,
     pub(crate) num_heads: u32,
+}
+
+/// Blocks over which a token's heads are spread: one head a warp for few tokens.
+fn heads_across(num_tokens: u32, all_heads: u32) -> u32 {
+    FEW_BLOCKS.div_ceil(num_tokens.max(1)).min(all_heads.div_ceil(HEAD_WARPS))
 }
 
 impl AttentionOps {
@@ -178,12 +183,12 @@ impl AttentionOps {
             q_eps: task.q_norm.map_or(0.0, |(_, eps)| eps),
             k_eps: task.k_norm.map_or(0.0, |(_, eps)| eps),
         };
-        let all_heads = args.num_heads + 2 * args.num_kv_heads;
-        let across = if task.num_tokens <= FEW_TOKENS { all_heads.div_ceil(HEAD_WARPS) } else { 1 };
+        let across = heads_across(task.num_tokens, args.num_heads + 2 * args.num_kv_heads);
         let function = self.heads[task.q.elem as usize][self.kv_idx(pool.spec)?];
         // SAFETY: the struct is the kernel's; the op checked the shapes, that pairs fit a head and heads the pool,
-        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool. It waits first,
-        // and lets no successor begin.
+        // whose size was checked against the kernel's limit; the batch's slots lie inside the pool. It waits
+        // before it reads anything but norms' weights; the kernel behind it reads no key or value of this step, and
+        // nothing else that a kernel of this step writes, before its own wait.
         unsafe { self.device.launch_overlapped(function.0, (task.num_tokens, across), HEAD_WARPS * 32, 0, &args) }
     }
 
@@ -210,5 +215,17 @@ impl AttentionOps {
         // SAFETY: the struct is the kernel's; the op checked both shapes, and the batch's slots lie inside the
         // pool: they were checked against its size.
         unsafe { self.device.launch(function.0, (num_tokens, 1), threads, 0, &args) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_tokens_have_a_warp_for_each_head() {
+        for (tokens, across) in [(0, 6), (1, 6), (32, 6), (64, 5), (256, 2), (2048, 1)] {
+            assert_eq!(heads_across(tokens, 48), across, "{tokens} tokens");
+        }
     }
 }

@@ -1,27 +1,21 @@
-//! Decode attention: which variant runs, and how the sequences' keys are cut over thread blocks. Decides the
-//! split; knows nothing of where buffers lie. Kernel: `kernels/attention_decode.cu`.
+//! Decode attention: how the sequences' keys are cut over thread blocks. Decides the split; which form of the kernel
+//! runs is `decode_forms`' choice. Knows nothing of where buffers lie. Kernel: `kernels/attention_decode.cu`.
 //!
-//! Every KV head has the same cuts, so a plan speaks of thread blocks *of one KV head* (the grid's x). Cuts are
-//! counted in tiles of 16 tokens.
+//! Every KV head has the same cuts, so a plan speaks of *units* of one KV head (the grid's x): thread blocks, or
+//! clusters of them. Cuts are counted in tiles of 16 tokens.
 
 #![allow(clippy::cast_possible_truncation)] // counts of tiles, pieces and slots: the batch was checked to fit when it was uploaded
 
-use super::{Half, Launch};
+use super::decode_forms::{DecodeVariant, SPLIT_WARPS};
 
 /// Tokens of a tile; the smallest block size.
 pub(crate) const TILE_TOKENS: u32 = 16;
-/// Warps of a thread block: `DECODE_WARPS`.
-const WARPS: u32 = 4;
-/// The least a thread block is given where there is a choice: two tiles a warp.
-const MIN_TILES: u32 = 2 * WARPS;
+/// The least that a thread block of a split form is given where there is a choice: two tiles a warp.
+const MIN_TILES: u32 = 2 * SPLIT_WARPS;
 /// Where no sequence is longer than this, one tile a warp: few pieces then have to be combined.
 const SHORT_TILES: u32 = 32;
 /// A second piece in a thread block costs about as much as this many tiles (its merge, its slot, the arrival).
 const PIECE_COST_TILES: u32 = 8;
-/// Tiles of a chunk in a deterministic plan: 512 tokens.
-#[allow(dead_code)] // checked and timed by `kernels/bench`; no setting asks for it
-pub(crate) const DETERMINISTIC_TILES: u32 = 32;
-
 /// One sequence with one new token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DecodeSeq {
@@ -114,108 +108,30 @@ impl DecodePiece {
     }
 }
 
-/// A compiled form of the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct DecodeVariant {
-    /// Elements of the cache.
-    pub(crate) kv: Half,
-    /// E.
-    pub(crate) head_dim: u32,
-    /// Query heads of a KV head that one thread block takes: 8 or 16.
-    pub(crate) heads: u32,
-    /// Thread blocks a multiprocessor holds.
-    blocks_per_sm: u32,
-}
-
-impl DecodeVariant {
-    /// Every variant there is.
-    pub(crate) fn all() -> Vec<Self> {
-        let mut all = Vec::new();
-        for kv in [Half::Bf16, Half::F16] {
-            for head_dim in [64, 80, 96, 128, 256] {
-                all.extend([1, 16].into_iter().filter_map(|group| Self::select(kv, head_dim, group)));
-            }
-        }
-        all.dedup(); // One that serves both groups comes twice, one after the other.
-        all
-    }
-
-    /// The variant for a shape; `None` where there is no kernel. `group` is H / K.
-    pub(crate) fn select(kv: Half, head_dim: u32, group: u32) -> Option<Self> {
-        let (heads, blocks_per_sm) = match (head_dim, group > 8) {
-            (64 | 80, false) => (8, 4),
-            (96 | 128, false) => (8, 3),
-            (256, _) => (8, 2),
-            (64 | 80 | 96, true) => (16, 3),
-            (128, true) => (16, 2),
-            _ => return None,
-        };
-        Some(Self { kv, head_dim, heads, blocks_per_sm })
-    }
-
-    /// The kernel's name.
-    pub(crate) fn name(&self) -> String {
-        format!("attention_decode_{}_e{}_h{}", self.kv.name(), self.head_dim, self.heads)
-    }
-
-    /// The grid's y: KV heads, times the parts a large group is cut into.
-    pub(crate) fn grid_y(&self, num_heads: u32, num_kv_heads: u32) -> u32 {
-        num_kv_heads * (num_heads / num_kv_heads).div_ceil(self.heads)
-    }
-
-    /// Thread blocks of one KV head that are resident at once: what a plan is made for.
-    pub(crate) fn blocks(&self, num_heads: u32, num_kv_heads: u32, num_sms: u32) -> u32 {
-        (num_sms * self.blocks_per_sm / self.grid_y(num_heads, num_kv_heads)).max(1)
-    }
-
-    /// The launch for a plan of `blocks` thread blocks a KV head.
-    pub(crate) fn launch(&self, num_heads: u32, num_kv_heads: u32, blocks: u32) -> Launch {
-        Launch {
-            grid: (blocks, self.grid_y(num_heads, num_kv_heads)),
-            threads: WARPS * 32,
-            shared_bytes: self.shared_bytes(),
-        }
-    }
-
-    /// `sizeof(DecodeShared)`: q, the warps' (max, sum) and outputs, weights, a flag.
-    pub(crate) fn shared_bytes(&self) -> u32 {
-        let q = self.heads * (self.head_dim / 2 + 16) * 4;
-        let max_sum = WARPS * self.heads * 8;
-        let out = WARPS * self.heads * (self.head_dim + 4) * 4;
-        (q + max_sum + out + self.heads * 8 + 1).next_multiple_of(16)
-    }
-}
-
-/// Which thread block does what. Kept from step to step, so that its buffers grow only while warming up.
+/// Which unit does what. Kept from step to step, so that its buffers grow only while warming up.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DecodePlan {
-    /// All pieces, grouped by thread block.
+    /// All pieces, grouped by unit.
     pub(crate) pieces: Vec<DecodePiece>,
-    /// `[blocks + 1]` where each thread block's pieces start.
+    /// `[units + 1]` where each unit's pieces start.
     pub(crate) piece_start: Vec<u32>,
     /// Slots used for partial results.
     pub(crate) num_slots: u32,
 }
 
-/// The most slots a balanced plan uses: every cut between two thread blocks ends one piece and starts another,
-/// and a plan with one piece a thread block has no more pieces than thread blocks.
-pub(crate) fn max_slots_balanced(blocks: u32) -> u32 {
-    2 * blocks
+/// The most slots a plan uses: every cut between two units ends one piece and starts another, and a plan with one
+/// piece a unit has no more pieces than units.
+pub(crate) fn max_slots(units: u32) -> u32 {
+    2 * units
 }
 
-/// The most pieces a balanced plan has: every sequence ends one, and so does every cut between two thread blocks.
-pub(crate) fn max_pieces_balanced(num_seqs: u32, blocks: u32) -> u32 {
-    num_seqs + blocks
-}
-
-/// The most slots a deterministic plan uses for a cache of `num_tokens` tokens and `num_seqs` sequences.
-#[allow(dead_code)] // as DETERMINISTIC_TILES
-pub(crate) fn max_slots_deterministic(num_tokens: u32, num_seqs: u32) -> u32 {
-    num_tokens / (DETERMINISTIC_TILES * TILE_TOKENS) + 2 * num_seqs
+/// The most pieces a plan has: every sequence ends one, and so does every cut between two units.
+pub(crate) fn max_pieces(num_seqs: u32, units: u32) -> u32 {
+    num_seqs + units
 }
 
 /// The visible tiles `[first, end)` of a sequence.
-fn tiles_of(seq: &DecodeSeq, window: Option<u32>) -> (u32, u32) {
+pub(crate) fn tiles_of(seq: &DecodeSeq, window: Option<u32>) -> (u32, u32) {
     let first = window.map_or(0, |w| seq.kv_len.saturating_sub(w)) / TILE_TOKENS;
     (first, seq.kv_len.div_ceil(TILE_TOKENS))
 }
@@ -225,45 +141,31 @@ fn share(total: u64, index: u32, count: u32) -> u64 {
 }
 
 impl DecodePlan {
-    /// Fills the thread blocks evenly. With few keys every piece has its own thread block, since a second piece
-    /// costs more than the uneven load; with many, the sequences' tiles lie end to end and are cut into equal
-    /// shares. Cost: linear in sequences and thread blocks.
-    pub(crate) fn balance(&mut self, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) {
-        self.clear();
-        let total: u64 = seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| u64::from(end - first)).sum();
-        let even = total.div_ceil(u64::from(blocks));
-        match longest_piece(seqs, window, blocks) {
-            Some(longest) if u64::from(longest) <= even.max(u64::from(MIN_TILES)) + u64::from(PIECE_COST_TILES) => {
-                self.one_piece_a_block(seqs, window, longest);
-            }
-            _ => self.equal_shares(seqs, window, blocks, total),
+    /// A plan for `units` units of a form.
+    pub(crate) fn make(&mut self, seqs: &[DecodeSeq], window: Option<u32>, variant: DecodeVariant, units: u32) {
+        if variant.is_whole() {
+            self.clear();
+            self.one_piece_a_unit(seqs, window, u32::MAX);
+            self.piece_start.resize(units as usize + 1, self.num_pieces());
+        } else {
+            self.balance(seqs, window, units);
         }
-        self.piece_start.resize(blocks as usize + 1, self.num_pieces());
     }
 
-    /// Cuts every sequence at multiples of [`DETERMINISTIC_TILES`] from its own start, so that a row's sums do
-    /// not depend on the batch around it.
-    #[allow(dead_code)] // as DETERMINISTIC_TILES
-    pub(crate) fn fix(&mut self, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) {
+    /// Fills the units evenly. With few keys every piece has its own unit, since a second piece costs more than the
+    /// uneven load; with many, the sequences' tiles lie end to end and are cut into equal shares. Cost: linear in
+    /// sequences and units.
+    fn balance(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32) {
         self.clear();
-        let mut total = 0;
-        for seq in seqs {
-            let (first, end) = tiles_of(seq, window);
-            let cuts =
-                (first / DETERMINISTIC_TILES + 1..end.div_ceil(DETERMINISTIC_TILES)).map(|c| c * DETERMINISTIC_TILES);
-            self.push_pieces(seq, first, cuts, end);
-            total += u64::from(end - first);
-        }
-        let mut index = 0;
-        let mut at = 0;
-        for block in 0..blocks {
-            while at < share(total, block, blocks) {
-                at += u64::from(self.pieces[index].tile_end - self.pieces[index].tile_begin);
-                index += 1;
+        let total: u64 = seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| u64::from(end - first)).sum();
+        let even = total.div_ceil(u64::from(units)).max(u64::from(MIN_TILES));
+        match longest_piece(seqs, window, units) {
+            Some(longest) if u64::from(longest) <= even + u64::from(PIECE_COST_TILES) => {
+                self.one_piece_a_unit(seqs, window, longest);
             }
-            self.piece_start.push(index as u32);
+            _ => self.equal_shares(seqs, window, units, total),
         }
-        self.piece_start.push(self.num_pieces());
+        self.piece_start.resize(units as usize + 1, self.num_pieces());
     }
 
     fn clear(&mut self) {
@@ -277,7 +179,7 @@ impl DecodePlan {
     }
 
     /// Equal pieces of at most `longest` tiles.
-    fn one_piece_a_block(&mut self, seqs: &[DecodeSeq], window: Option<u32>, longest: u32) {
+    fn one_piece_a_unit(&mut self, seqs: &[DecodeSeq], window: Option<u32>, longest: u32) {
         for seq in seqs {
             let (first, end) = tiles_of(seq, window);
             let pieces = (end - first).div_ceil(longest);
@@ -288,8 +190,8 @@ impl DecodePlan {
     }
 
     /// Tiles end to end, cut into equal shares.
-    fn equal_shares(&mut self, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32, total: u64) {
-        let used = u64::from(blocks).min(total / u64::from(MIN_TILES)).max(1) as u32;
+    fn equal_shares(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32, total: u64) {
+        let used = u64::from(units).min(total / u64::from(MIN_TILES)).max(1) as u32;
         let (mut at, mut next) = (0, 1);
         self.piece_start.push(0);
         for seq in seqs {
@@ -338,19 +240,19 @@ impl DecodePlan {
     }
 }
 
-/// The shortest length, not below one or two tiles a warp, such that pieces of at most that length number at most
-/// `blocks`; `None` where there are more sequences than that.
-fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) -> Option<u32> {
-    if seqs.len() > blocks as usize {
+/// The shortest length, not below one or two tiles a warp, such that there are no more pieces of at most that length
+/// than units; `None` where there are more sequences than units.
+fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, units: u32) -> Option<u32> {
+    if seqs.len() > units as usize {
         return None;
     }
     let lengths = || seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| end - first);
     let most = lengths().max()?;
-    let least = if most <= SHORT_TILES { WARPS } else { MIN_TILES };
+    let least = if most <= SHORT_TILES { SPLIT_WARPS } else { MIN_TILES };
     let (mut low, mut high) = (least, most.max(least));
     while low < high {
         let middle = low + (high - low) / 2;
-        if lengths().map(|tiles| u64::from(tiles.div_ceil(middle))).sum::<u64>() <= u64::from(blocks) {
+        if lengths().map(|tiles| u64::from(tiles.div_ceil(middle))).sum::<u64>() <= u64::from(units) {
             high = middle;
         } else {
             low = middle + 1;
@@ -361,15 +263,15 @@ fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) -> Option
 
 #[cfg(test)]
 #[allow(clippy::unwrap_used)] // a failed unwrap is a failed test
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    fn seqs(lens: &[u32]) -> Vec<DecodeSeq> {
+    pub(crate) fn seqs(lens: &[u32]) -> Vec<DecodeSeq> {
         (0..).zip(lens).map(|(i, &kv_len)| DecodeSeq { q_row: i, table_start: i * 1000, kv_len }).collect()
     }
 
     /// Every visible tile once, slots in order, thread blocks in order.
-    fn check(plan: &DecodePlan, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) {
+    pub(crate) fn check(plan: &DecodePlan, seqs: &[DecodeSeq], window: Option<u32>, blocks: u32) {
         assert_eq!(plan.piece_start.len(), blocks as usize + 1);
         assert!(plan.piece_start.windows(2).all(|w| w[0] <= w[1]), "{:?}", plan.piece_start);
         assert_eq!(plan.piece_start[0], 0);
@@ -422,11 +324,8 @@ mod tests {
             let blocks = 1 + random(70) as u32;
             plan.balance(&seqs, window, blocks);
             check(&plan, &seqs, window, blocks);
-            assert!(plan.num_slots <= max_slots_balanced(blocks));
-            assert!(plan.pieces.len() <= max_pieces_balanced(count as u32, blocks) as usize);
-            plan.fix(&seqs, window, blocks);
-            check(&plan, &seqs, window, blocks);
-            assert!(plan.num_slots <= max_slots_deterministic(lens.iter().sum(), count as u32));
+            assert!(plan.num_slots <= max_slots(blocks));
+            assert!(plan.pieces.len() <= max_pieces(count as u32, blocks) as usize);
         }
     }
 
@@ -453,27 +352,5 @@ mod tests {
         assert!((0..49).all(|b| (41..=42).contains(&load(&plan, b))));
         plan.balance(&seqs(&[1000]), None, 49);
         assert_eq!(plan.pieces.len(), 8, "63 tiles in pieces of at least 8");
-    }
-
-    #[test]
-    fn fixed_cuts_do_not_depend_on_the_batch() {
-        let cuts = |lens: &[u32], blocks| {
-            let mut plan = DecodePlan::default();
-            plan.fix(&seqs(lens), None, blocks);
-            plan.pieces.iter().filter(|p| p.q_row == 0).map(|p| (p.tile_begin, p.tile_end)).collect::<Vec<_>>()
-        };
-        assert_eq!(cuts(&[3000], 49), cuts(&[3000, 1, 77, 40_000], 10));
-    }
-
-    #[test]
-    fn variants_and_their_launches() {
-        let v = DecodeVariant::select(Half::Bf16, 128, 4).unwrap();
-        assert_eq!(v.name(), "attention_decode_bf16_e128_h8");
-        let blocks = v.blocks(32, 8, 132);
-        assert_eq!(v.launch(32, 8, blocks), Launch { grid: (49, 8), threads: 128, shared_bytes: 19_792 });
-        assert_eq!(DecodeVariant::select(Half::F16, 128, 12).unwrap().grid_y(48, 4), 4);
-        assert_eq!(DecodeVariant::select(Half::F16, 256, 12).unwrap().grid_y(24, 2), 4);
-        assert!(DecodeVariant::select(Half::F16, 112, 4).is_none());
-        assert_eq!(DecodeVariant::all().len(), 18, "as many as DECODE_KERNELS names");
     }
 }

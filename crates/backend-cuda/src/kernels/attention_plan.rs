@@ -2,16 +2,17 @@
 //! are uploaded with the batch. Sequences with one new token go to `attention_decode`, those with more to
 //! `attention_prefill`; both write into the same output. Knows nothing of where buffers lie.
 //!
-//! A recorded step reruns its launches with what lies at the same addresses. So for batches of decodes nothing but
-//! the words' contents follows from the lengths: the grid is what the chip holds at once, and the words are as many
-//! for as many sequences.
+//! A recorded step reruns its launches with what lies at the same addresses. So for batches of decodes, grid and number
+//! of words follow from the number of sequences and from the decode kernel alone, and lengths choose the latter: it is
+//! part of what a record is found by (`graphs.rs`). All else that follows from lengths is in the words' contents.
 
 // Counts of tiles and pieces: the batch was checked to fit when it was uploaded.
 #![allow(clippy::cast_possible_truncation)]
 
 use super::Half;
-use super::attention_decode::{DecodePlan, DecodeSeq, DecodeVariant, PIECE_WORDS, max_pieces_balanced};
+use super::attention_decode::{DecodePlan, DecodeSeq, PIECE_WORDS, max_pieces};
 use super::attention_prefill::{PrefillSeq, PrefillVariant, PrefillWork, TILE_WORDS};
+use super::decode_forms::{DecodeShape, DecodeVariant, HeadCounts};
 use pagemill_backend::BatchLayout;
 
 /// Heads of an attention layer.
@@ -25,6 +26,13 @@ pub(crate) struct Heads {
     pub(crate) head_dim: u32,
 }
 
+impl Heads {
+    /// Without their size.
+    pub(crate) fn counts(&self) -> HeadCounts {
+        HeadCounts { query: self.num_heads, kv: self.num_kv_heads }
+    }
+}
+
 /// Attention layers that share a plan, and their kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct LayerKind {
@@ -34,8 +42,8 @@ pub(crate) struct LayerKind {
     pub(crate) window: Option<u32>,
     /// Heads.
     pub(crate) heads: Heads,
-    /// For sequences with one new token.
-    pub(crate) decode: DecodeVariant,
+    /// For sequences with one new token; `None`: they are the prefill kernel's, too.
+    pub(crate) decode: Option<DecodeShape>,
     /// For the others.
     pub(crate) prefill: PrefillVariant,
 }
@@ -55,14 +63,21 @@ impl LayerKind {
         if !supports_block_size(block_size) {
             return None;
         }
-        let decode = DecodeVariant::select(kv, head_dim, num_heads / num_kv_heads)?;
+        let decode = DecodeShape::select(kv, head_dim, num_heads / num_kv_heads, hopper)?;
         let prefill = PrefillVariant::select(kv, head_dim, hopper)?;
-        Some(Self { group_idx, window, heads, decode, prefill })
+        Some(Self { group_idx, window, heads, decode: Some(decode), prefill })
     }
 
-    /// Thread blocks of one KV head that a decode plan is made for.
-    fn decode_blocks(&self, num_sms: u32) -> u32 {
-        self.decode.blocks(self.heads.num_heads, self.heads.num_kv_heads, num_sms)
+    /// The kind whose every row has sums that do not depend on the others: prefill kernels walk over keys in steps at
+    /// multiples of their own length, and a step that a row does not see leaves its sums as they are; where decode
+    /// cuts a sequence follows from the lengths of all.
+    pub(crate) fn batch_invariant(self) -> Self {
+        Self { decode: None, ..self }
+    }
+
+    /// The most slots that a decode plan has for any sequences.
+    pub(crate) fn max_decode_slots(&self, num_sms: u32) -> u32 {
+        self.decode.map_or(0, |shape| shape.max_slots(self.heads.counts(), num_sms))
     }
 }
 
@@ -74,12 +89,14 @@ pub(crate) fn supports_block_size(block_size: u32) -> bool {
 /// Where a kind's decode plan lies on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DecodePlace {
-    /// `[blocks + 1]`.
+    /// Whom it is made for.
+    pub(crate) variant: DecodeVariant,
+    /// `[units + 1]`.
     pub(crate) piece_start: u64,
     /// `DecodePiece`s.
     pub(crate) pieces: u64,
-    /// Thread blocks of one KV head.
-    pub(crate) blocks: u32,
+    /// Of one KV head.
+    pub(crate) units: u32,
 }
 
 /// Where a kind's prefill work lies on the device.
@@ -111,6 +128,8 @@ pub(crate) struct LayerPlan {
     kind: LayerKind,
     num_sms: u32,
     decode_seqs: Vec<DecodeSeq>,
+    /// The kernel for them, and how many units of one KV head it has; `None`: there are none.
+    decode_form: Option<(DecodeVariant, u32)>,
     prefill_seqs: Vec<PrefillSeq>,
     decode: DecodePlan,
     prefill: PrefillWork,
@@ -127,6 +146,7 @@ impl LayerPlan {
             kind,
             num_sms,
             decode_seqs: Vec::new(),
+            decode_form: None,
             prefill_seqs: Vec::new(),
             decode: DecodePlan::default(),
             prefill: PrefillWork::default(),
@@ -148,12 +168,12 @@ impl LayerPlan {
             let (q_row, q_len) = (tokens[0], tokens[1] - tokens[0]);
             match q_len {
                 0 => {}
-                1 => self.decode_seqs.push(DecodeSeq { q_row, table_start, kv_len }),
+                1 if self.kind.decode.is_some() => self.decode_seqs.push(DecodeSeq { q_row, table_start, kv_len }),
                 _ => self.prefill_seqs.push(PrefillSeq { q_row, q_len, kv_len, table_start }),
             }
         }
-        if !self.decode_seqs.is_empty() {
-            self.make_decode();
+        if let (Some(shape), false) = (self.kind.decode, self.decode_seqs.is_empty()) {
+            self.make_decode(shape);
         }
         if !self.prefill_seqs.is_empty() {
             self.make_prefill();
@@ -163,18 +183,21 @@ impl LayerPlan {
     /// Nothing to do for any sequence.
     pub(crate) fn clear(&mut self) {
         self.decode_seqs.clear();
+        self.decode_form = None;
         self.prefill_seqs.clear();
         self.decode_words.clear();
         self.prefill_words.clear();
     }
 
-    fn make_decode(&mut self) {
-        let blocks = self.kind.decode_blocks(self.num_sms);
-        self.decode.balance(&self.decode_seqs, self.kind.window, blocks);
+    fn make_decode(&mut self, shape: DecodeShape) {
+        let LayerKind { window, heads, .. } = self.kind;
+        let (variant, units) = shape.choose(&self.decode_seqs, window, heads.counts(), self.num_sms);
+        self.decode_form = Some((variant, units));
+        self.decode.make(&self.decode_seqs, window, variant, units);
         self.decode_words.extend_from_slice(&self.decode.piece_start);
         self.decode_words.extend(self.decode.pieces.iter().flat_map(|piece| piece.words()));
-        let most = max_pieces_balanced(self.decode_seqs.len() as u32, blocks) as usize;
-        self.decode_words.resize(blocks as usize + 1 + most * PIECE_WORDS, 0);
+        let most = max_pieces(self.decode_seqs.len() as u32, units) as usize;
+        self.decode_words.resize(units as usize + 1 + most * PIECE_WORDS, 0);
     }
 
     fn make_prefill(&mut self) {
@@ -194,6 +217,11 @@ impl LayerPlan {
         self.prefill.tiles.len() as u32 * self.kind.heads.num_kv_heads
     }
 
+    /// The kernel for the sequences with one new token, if there are any.
+    pub(crate) fn decode_variant(&self) -> Option<DecodeVariant> {
+        self.decode_form.map(|(variant, _)| variant)
+    }
+
     /// What [`LayerPlan::place`] calls decode words.
     pub(crate) fn decode_words(&self) -> &[u32] {
         &self.decode_words
@@ -206,9 +234,11 @@ impl LayerPlan {
 
     /// Where everything lies once the words were uploaded to these addresses.
     pub(crate) fn place(&self, decode_words: u64, prefill_words: u64) -> PlanPlace {
-        let decode = (!self.decode_words.is_empty()).then(|| {
-            let blocks = self.kind.decode_blocks(self.num_sms);
-            DecodePlace { piece_start: decode_words, pieces: decode_words + 4 * (u64::from(blocks) + 1), blocks }
+        let decode = self.decode_form.map(|(variant, units)| DecodePlace {
+            variant,
+            piece_start: decode_words,
+            pieces: decode_words + 4 * (u64::from(units) + 1),
+            units,
         });
         let prefill = (!self.prefill_words.is_empty()).then(|| {
             let work_start = prefill_words + 4 * (self.prefill.tiles.len() * TILE_WORDS) as u64;
@@ -259,37 +289,58 @@ mod tests {
     }
 
     #[test]
-    fn decodes_of_equal_number_have_words_and_places_of_equal_number() {
+    fn decodes_of_equal_number_and_kernel_have_equal_words_and_places() {
         let mut plan = LayerPlan::new(kind(None, true), 132);
-        let mut places = Vec::new();
-        for lens in [[1, 1, 1], [32_768, 17, 400], [1, 131_072, 131_072], [300, 300, 300]] {
+        let mut place = |lens: [u32; 3]| {
             plan.make(&layout(&lens.map(|len| (1, len))), &[0, 10, 20]);
             assert!(plan.prefill_words().is_empty());
-            assert_eq!(plan.decode_words().len(), 50 + (3 + 49) * 8);
-            places.push(plan.place(1000, 0).decode.unwrap());
-        }
-        assert_eq!(places[0], DecodePlace { piece_start: 1000, pieces: 1200, blocks: 49 });
-        assert!(places.iter().all(|place| *place == places[0]));
+            let place = plan.place(1000, 0).decode.unwrap();
+            assert_eq!(Some(place.variant), plan.decode_variant());
+            (place, plan.decode_words().len())
+        };
+        let long = [[32_768, 17, 400], [1, 131_072, 131_072], [1, 1, 2049]].map(&mut place);
+        assert!(long.iter().all(|other| *other == long[0]));
+        assert_eq!((long[0].0.pieces, long[0].0.units, long[0].1), (1200, 49, 50 + (3 + 49) * 8));
+        let short = [[1, 1, 1], [300, 300, 300], [2048, 17, 400]].map(&mut place);
+        assert!(short.iter().all(|other| *other == short[0]));
+        assert_eq!((short[0].0.pieces, short[0].0.units, short[0].1), (1016, 3, 4 + (3 + 3) * 8));
+        assert_ne!(long[0].0.variant, short[0].0.variant);
     }
 
     #[test]
     fn decode_words_are_starts_and_then_pieces() {
         let mut plan = LayerPlan::new(kind(None, true), 132);
-        plan.make(&layout(&[(1, 40), (1, 17)]), &[5, 8]);
+        plan.make(&layout(&[(1, 40), (1, 2049)]), &[5, 8]);
         let words = plan.decode_words();
-        assert_eq!(words[..4], [0, 1, 2, 2], "one piece each for the first two thread blocks");
-        assert!(words[2..50].iter().all(|&start| start == 2));
+        assert_eq!(words[..3], [0, 1, 2], "the first piece for the first thread block");
+        assert!(words[18..50].iter().all(|&start| start == 18));
         // q_row, table_start, kv_len, tile_begin, tile_end, slot, first_slot, num_slots
         assert_eq!(words[50..58], [0, 5, 40, 0, 3, 0, 0, 1]);
-        assert_eq!(words[58..66], [1, 8, 17, 0, 2, 0, 0, 1]);
-        assert!(words[66..].iter().all(|&word| word == 0));
+        assert_eq!(words[58..66], [1, 8, 2049, 0, 7, 0, 0, 17]);
+        assert!(words[50 + 18 * 8..].iter().all(|&word| word == 0));
+        plan.make(&layout(&[(1, 40), (1, 17)]), &[5, 8]);
+        assert_eq!(plan.decode_words()[..11], [0, 1, 2, 0, 5, 40, 0, 3, 0, 0, 1], "whole sequences");
     }
 
     #[test]
     fn a_window_leaves_out_what_lies_behind_it() {
         let mut plan = LayerPlan::new(kind(Some(20), true), 132);
         plan.make(&layout(&[(1, 100)]), &[0]);
-        assert_eq!(plan.decode_words()[50..58], [0, 0, 100, 5, 7, 0, 0, 1], "positions 80..100");
+        assert_eq!(plan.decode_words()[2..10], [0, 0, 100, 5, 7, 0, 0, 1], "positions 80..100");
+    }
+
+    #[test]
+    fn a_batch_invariant_kind_leaves_nothing_to_decode() {
+        let mut plan = LayerPlan::new(kind(None, true).batch_invariant(), 132);
+        let words = |plan: &mut LayerPlan, lens: [u32; 2]| {
+            plan.make(&layout(&lens.map(|len| (1, len))), &[0, 40]);
+            let place = plan.place(0, 4000);
+            assert!(place.decode.is_none() && plan.decode_words().is_empty() && plan.decode_variant().is_none());
+            (place.prefill.unwrap(), plan.prefill_words().len())
+        };
+        let short = words(&mut plan, [1, 30]);
+        assert_eq!(short.0.num_work, 2 * 8);
+        assert_eq!(short, words(&mut plan, [4000, 500]), "a recorded step finds all at the same places");
     }
 
     #[test]

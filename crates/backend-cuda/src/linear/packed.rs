@@ -10,7 +10,7 @@
 //! The first two take up to three products of one input and format at once, and gate, up and the activation between
 //! them at once. A form that asks for more shared memory than the chip has is left out, and the last way taken
 //! instead; where cuBLASLt has no algorithm, eight tokens at a time go the first two. Every chip has the forms for one
-//! and eight.
+//! and eight. Deterministic products all go the last way.
 
 use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, word};
 use crate::device::Device;
@@ -194,7 +194,8 @@ impl LinearOps {
     /// The products at the front of `products` that one launch takes, and its form.
     pub(super) fn packed_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(QuantVariant, usize)> {
         let [first, others @ ..] = products else { return None };
-        let variant = self.packed.select(first.matrix, num_tokens, false)?;
+        // Forms for different numbers of tokens sum in different orders.
+        let variant = self.packed.select(first.matrix, num_tokens, false).filter(|_| !self.deterministic)?;
         let joins = |other: &&Product<'_>| {
             other.out.elem == first.out.elem && self.packed.select(other.matrix, num_tokens, false) == Some(variant)
         };
@@ -276,7 +277,7 @@ impl LinearOps {
         up: Matrix<'_>,
     ) -> Option<QuantVariant> {
         let alike = (gate.rows, gate.cols, format_of(gate)) == (up.rows, up.cols, format_of(up));
-        self.packed.select(gate, num_tokens, true).filter(|_| alike)
+        self.packed.select(gate, num_tokens, true).filter(|_| alike && !self.deterministic)
     }
 
     /// `out = act(x · gateᵀ) * (x · upᵀ)`.

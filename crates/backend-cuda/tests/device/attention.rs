@@ -8,34 +8,50 @@ use pagemill_backend::{
     RopeStyle, RopeTable, WeightDesc,
 };
 use pagemill_backend_cuda::{Activations, AttentionLaunches, CudaBackend};
+use std::sync::Arc;
 
 #[derive(Clone, Copy, Debug)]
-struct Shape {
-    heads: usize,
-    kv_heads: usize,
-    head_dim: usize,
-    window: Option<usize>,
-    block_size: usize,
+pub struct Shape {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub window: Option<usize>,
+    pub block_size: usize,
+    pub extras: Extras,
 }
+
+/// What some architectures add to their scores.
+#[derive(Clone, Copy, Debug)]
+pub struct Extras {
+    pub soft_cap: Option<f32>,
+    pub has_sinks: bool,
+}
+
+pub const NO_EXTRAS: Extras = Extras { soft_cap: None, has_sinks: false };
 
 /// Two groups share the pool; this test uses the second, so that offsets into tables matter.
 const GROUP: usize = 1;
 
 impl Shape {
-    fn params(self) -> AttentionParams {
+    pub fn params(self, backend: &dyn Backend) -> AttentionParams {
+        // Some above all scores and some below.
+        let sinks = || Random::new(5).normal(self.heads).iter().map(|x| 4.0 * x).collect::<Vec<_>>();
+        let sinks = self.extras.has_sinks.then(|| Arc::new(backend.load_vector("sinks", &sinks()).unwrap()));
         AttentionParams {
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
             head_dim: self.head_dim,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
             window: self.window,
+            soft_cap: self.extras.soft_cap,
+            sinks,
             group_idx: GROUP,
             layer_in_group: 1,
         }
     }
 }
 
-struct Sequence {
+pub struct Sequence {
     q: Vec<f32>,
     k: Vec<f32>,
     v: Vec<f32>,
@@ -44,7 +60,7 @@ struct Sequence {
 }
 
 /// Random sequences with shuffled blocks, and how many blocks there are.
-fn sequences(shape: Shape, lens: &[usize], activations: Activations, kv: DType) -> (Vec<Sequence>, usize) {
+pub fn sequences(shape: Shape, lens: &[usize], activations: Activations, kv: DType) -> (Vec<Sequence>, usize) {
     let mut random = Random::new(lens.iter().sum::<usize>() as u64);
     let count: usize = lens.iter().map(|len| len.div_ceil(shape.block_size)).sum::<usize>() + 3;
     let mut ids: Vec<u32> = (0..count as u32).collect();
@@ -64,7 +80,7 @@ fn sequences(shape: Shape, lens: &[usize], activations: Activations, kv: DType) 
 }
 
 /// A pool whose every slot holds NaN.
-fn pool(backend: &dyn Backend, shape: Shape, num_blocks: usize, dtype: DType) -> KvPool {
+pub fn pool(backend: &dyn Backend, shape: Shape, num_blocks: usize, dtype: DType) -> KvPool {
     let spec = KvPoolSpec {
         num_blocks,
         block_size: shape.block_size,
@@ -89,7 +105,7 @@ fn pool(backend: &dyn Backend, shape: Shape, num_blocks: usize, dtype: DType) ->
         };
         let batch = backend.upload_batch(layout, pool.spec()).unwrap();
         let nan = poisoned(backend, shape.block_size, shape.kv_heads * shape.head_dim);
-        backend.kv_write(&nan, &nan, &shape.params(), &batch, &mut pool).unwrap();
+        backend.kv_write(&nan, &nan, &shape.params(backend), &batch, &mut pool).unwrap();
     }
     pool
 }
@@ -132,7 +148,7 @@ fn packed(
 }
 
 /// One step: `chunks` are (sequence, first position, tokens). Returns the output rows.
-fn step(
+pub fn step(
     backend: &dyn Backend,
     shape: Shape,
     pool: &mut KvPool,
@@ -144,14 +160,16 @@ fn step(
     let tokens = layout.positions.len();
     let batch = backend.upload_batch(layout, pool.spec()).unwrap();
     let (k, v) = (activation(backend, tokens, kv_cols, &k), activation(backend, tokens, kv_cols, &v));
-    backend.kv_write(&k, &v, &shape.params(), &batch, pool).unwrap();
+    backend.kv_write(&k, &v, &shape.params(backend), &batch, pool).unwrap();
     let mut out = poisoned(backend, tokens, q_cols);
-    backend.attention(&activation(backend, tokens, q_cols, &q), &shape.params(), &batch, pool, &mut out).unwrap();
+    backend
+        .attention(&activation(backend, tokens, q_cols, &q), &shape.params(backend), &batch, pool, &mut out)
+        .unwrap();
     host(backend, &out)
 }
 
 /// All sequences through steps of at most `chunk` tokens each.
-fn run(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence], chunk: usize) -> Vec<Vec<f32>> {
+pub fn run(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence], chunk: usize) -> Vec<Vec<f32>> {
     let mut out = vec![Vec::new(); seqs.len()];
     let cols = shape.heads * shape.head_dim;
     let longest = seqs.iter().map(|seq| seq.len).max().unwrap();
@@ -174,18 +192,18 @@ fn run(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence]
 }
 
 /// Writes every key and value of the sequences, and computes nothing.
-fn fill(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence]) {
+pub fn fill(backend: &dyn Backend, shape: Shape, pool: &mut KvPool, seqs: &[Sequence]) {
     let kv_cols = shape.kv_heads * shape.head_dim;
     for idx in 0..seqs.len() {
         let (layout, _, k, v) = packed(shape, seqs, &[(idx, 0, seqs[idx].len)]);
         let batch = backend.upload_batch(layout, pool.spec()).unwrap();
         let tensor = |x: &[f32]| activation(backend, seqs[idx].len, kv_cols, x);
-        backend.kv_write(&tensor(&k), &tensor(&v), &shape.params(), &batch, pool).unwrap();
+        backend.kv_write(&tensor(&k), &tensor(&v), &shape.params(backend), &batch, pool).unwrap();
     }
 }
 
 /// What `run` launched of the attention kernels.
-fn launches(gpu: &CudaBackend, run: impl FnOnce()) -> AttentionLaunches {
+pub fn launches(gpu: &CudaBackend, run: impl FnOnce()) -> AttentionLaunches {
     let before = gpu.attention_launches();
     run();
     let after = gpu.attention_launches();
@@ -198,7 +216,7 @@ fn launches(gpu: &CudaBackend, run: impl FnOnce()) -> AttentionLaunches {
 }
 
 /// One launch of the kernel that takes prompts with heads of that size.
-fn one_prefill(gpu: &CudaBackend, head_dim: usize) -> AttentionLaunches {
+pub fn one_prefill(gpu: &CudaBackend, head_dim: usize) -> AttentionLaunches {
     if gpu.info().isa == "sm_90a" && matches!(head_dim, 64 | 128) {
         AttentionLaunches { prefill: 1, ..Default::default() }
     } else {
@@ -206,11 +224,11 @@ fn one_prefill(gpu: &CudaBackend, head_dim: usize) -> AttentionLaunches {
     }
 }
 
-const ONE_DECODE: AttentionLaunches = AttentionLaunches { plain: 0, decode: 1, prefill: 0, prefill_any: 0 };
-const ONE_PLAIN: AttentionLaunches = AttentionLaunches { plain: 1, decode: 0, prefill: 0, prefill_any: 0 };
+pub const ONE_DECODE: AttentionLaunches = AttentionLaunches { plain: 0, decode: 1, prefill: 0, prefill_any: 0 };
+pub const ONE_PLAIN: AttentionLaunches = AttentionLaunches { plain: 1, decode: 0, prefill: 0, prefill_any: 0 };
 
 /// How close attention is; tensor cores round probabilities to the cache's type too.
-fn closeness(activations: Activations, kv: DType) -> f32 {
+pub fn closeness(activations: Activations, kv: DType) -> f32 {
     match (activations, kv) {
         (Activations::Bf16, DType::F16 | DType::BF16) => 1.0 / 128.0,
         _ => tolerance(activations),
@@ -218,7 +236,13 @@ fn closeness(activations: Activations, kv: DType) -> f32 {
 }
 
 /// The CPU's rows of one step over caches that hold every sequence to its end.
-fn reference(shape: Shape, seqs: &[Sequence], blocks: usize, kv: DType, chunks: &[(usize, usize, usize)]) -> Vec<f32> {
+pub fn reference(
+    shape: Shape,
+    seqs: &[Sequence],
+    blocks: usize,
+    kv: DType,
+    chunks: &[(usize, usize, usize)],
+) -> Vec<f32> {
     let cpu = cpu(None);
     let kept = if kv == DType::F16 { DType::F16 } else { DType::F32 };
     let mut pool = pool(&cpu, shape, blocks, kept);
@@ -228,7 +252,7 @@ fn reference(shape: Shape, seqs: &[Sequence], blocks: usize, kv: DType, chunks: 
 
 /// One step on the device against the CPU's, twice: the plan of the first comes after the upload, that of the
 /// second with it. Each launches the same kernels.
-fn check_step(
+pub fn check_step(
     gpu: &CudaBackend,
     shape: Shape,
     lens: &[usize],
@@ -250,7 +274,7 @@ fn check_step(
 }
 
 /// Head sizes and groupings that the fast kernels take: groups of 1, 4, 8, 12 and 16.
-const FAST_HEADS: [(usize, usize, usize); 8] =
+pub const FAST_HEADS: [(usize, usize, usize); 8] =
     [(4, 4, 64), (8, 2, 128), (8, 1, 256), (16, 2, 80), (12, 1, 96), (16, 1, 128), (32, 2, 64), (4, 1, 128)];
 
 #[test]
@@ -262,7 +286,7 @@ fn decodes_run_their_own_kernel() {
         let block_size = [16, 32, 64, 128, 256][nth % 5];
         for kv in [DType::F16, DType::BF16] {
             for window in [None, Some(1), Some(37), Some(300)] {
-                let shape = Shape { heads, kv_heads, head_dim, window, block_size };
+                let shape = Shape { heads, kv_heads, head_dim, window, block_size, extras: NO_EXTRAS };
                 check_step(&gpu, shape, &lens, kv, &chunks, ONE_DECODE);
             }
         }
@@ -273,9 +297,9 @@ fn decodes_run_their_own_kernel() {
 #[test]
 fn decodes_are_cut_and_combined() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
-    let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window: None, block_size: 16 };
+    let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window: None, block_size: 16, extras: NO_EXTRAS };
     check_step(&gpu, shape, &[8191], DType::BF16, &[(0, 8190, 1)], ONE_DECODE);
-    let shape = Shape { heads: 16, kv_heads: 8, head_dim: 128, window: None, block_size: 32 };
+    let shape = Shape { heads: 16, kv_heads: 8, head_dim: 128, window: None, block_size: 32, extras: NO_EXTRAS };
     let lens: Vec<usize> = (0..120).map(|i| 1 + i * 37 % 400).collect();
     let chunks: Vec<_> = lens.iter().enumerate().map(|(seq, len)| (seq, len - 1, 1)).collect();
     check_step(&gpu, shape, &lens, DType::BF16, &chunks, ONE_DECODE);
@@ -291,7 +315,7 @@ fn prompts_with_history_run_their_own_kernel() {
         let block_size = [256, 16, 128, 32, 64][nth % 5];
         for kv in [DType::F16, DType::BF16] {
             for window in [None, Some(1), Some(100)] {
-                let shape = Shape { heads, kv_heads, head_dim, window, block_size };
+                let shape = Shape { heads, kv_heads, head_dim, window, block_size, extras: NO_EXTRAS };
                 check_step(&gpu, shape, &lens, kv, &chunks, one_prefill(&gpu, head_dim));
             }
         }
@@ -306,7 +330,7 @@ fn mixed_batches_run_both_kernels() {
     let chunks = [(0, 172, 128), (1, 128, 1), (2, 0, 77), (3, 1039, 1), (4, 17, 503), (5, 0, 1)];
     for (heads, kv_heads, head_dim) in FAST_HEADS {
         for (kv, window) in [(DType::F16, None), (DType::BF16, None), (DType::BF16, Some(100))] {
-            let shape = Shape { heads, kv_heads, head_dim, window, block_size: 16 };
+            let shape = Shape { heads, kv_heads, head_dim, window, block_size: 16, extras: NO_EXTRAS };
             let expected = AttentionLaunches { decode: 1, ..one_prefill(&gpu, head_dim) };
             check_step(&gpu, shape, &lens, kv, &chunks, expected);
         }
@@ -316,7 +340,7 @@ fn mixed_batches_run_both_kernels() {
 #[test]
 fn what_the_fast_kernels_lack_stays_with_the_plain_one() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
-    let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window: None, block_size: 16 };
+    let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window: None, block_size: 16, extras: NO_EXTRAS };
     let (lens, chunks) = ([40, 70], [(0, 39, 1), (1, 0, 70)]);
     check_step(&gpu, shape, &lens, DType::F32, &chunks, ONE_PLAIN);
     for head_dim in [32, 112, 512] {
@@ -330,13 +354,14 @@ fn what_the_fast_kernels_lack_stays_with_the_plain_one() {
     assert_eq!(launched, ONE_PLAIN);
 }
 
-/// A forward of embedding, K and V, and attention is recorded, and run again over other lengths.
+/// A forward of embedding, K and V, and attention is recorded, and run again over other lengths; what is long
+/// for whole sequences has a record of its own.
 #[test]
 fn a_recorded_step_follows_other_lengths() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
     for (window, kv) in [(None, DType::BF16), (None, DType::F16), (Some(100), DType::BF16)] {
-        let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window, block_size: 32 };
-        let (seqs, blocks) = sequences(shape, &[2100, 900, 70], Activations::Bf16, kv);
+        let shape = Shape { heads: 8, kv_heads: 2, head_dim: 128, window, block_size: 32, extras: NO_EXTRAS };
+        let (seqs, blocks) = sequences(shape, &[3000, 900, 70], Activations::Bf16, kv);
         let (q_cols, kv_cols) = (shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim);
         // Times zero: an addend in f32 to leave the result in.
         let desc = WeightDesc { name: "embedding".into(), dtype: DType::F32, rows: 1, cols: q_cols };
@@ -351,10 +376,20 @@ fn a_recorded_step_follows_other_lengths() {
         // At the same addresses in every step.
         let (mut q, mut out) = (poisoned(&gpu, 3, q_cols), poisoned(&gpu, 3, q_cols));
         let (mut k, mut v) = (poisoned(&gpu, 3, kv_cols), poisoned(&gpu, 3, kv_cols));
-        // One whose plan comes late, one that is seen, one that is recorded; the others are its repetitions.
-        let positions =
-            [[5, 6, 7], [2000, 3, 69], [2001, 800, 0], [17, 899, 40], [2099, 0, 1], [0, 0, 0], [2098, 899, 68]];
-        for (nth, [a, b, c]) in positions.into_iter().enumerate() {
+        // Positions, and whether a sequence is long. One whose plan comes late; of each kind one that is seen and one
+        // that is recorded; the others are repetitions.
+        let steps = [
+            ([5, 6, 7], false, false),
+            ([2900, 3, 69], true, false),
+            ([2901, 800, 0], true, false),
+            ([17, 899, 40], false, window.is_some()),
+            ([2999, 0, 1], true, true),
+            ([0, 0, 0], false, window.is_some()),
+            ([2998, 899, 68], true, true),
+            ([2047, 12, 68], false, true),
+            ([400, 899, 3], false, true),
+        ];
+        for (nth, ([a, b, c], is_long, is_replayed)) in steps.into_iter().enumerate() {
             let chunks = [(0, a, 1), (1, b, 1), (2, c, 1)];
             let (layout, q_rows, k_rows, v_rows) = packed(shape, &seqs, &chunks);
             for (tensor, rows) in [(&mut q, &q_rows), (&mut k, &k_rows), (&mut v, &v_rows)] {
@@ -371,15 +406,15 @@ fn a_recorded_step_follows_other_lengths() {
                 let hidden = hidden.unwrap_or_else(|| {
                     let mut hidden = gpu.temp(3, q_cols).unwrap();
                     gpu.embed(&table, &ids, 0.0, &mut hidden).unwrap();
-                    gpu.kv_write(&k, &v, &shape.params(), &batch, &mut pool).unwrap();
-                    gpu.attention(&q, &shape.params(), &batch, &pool, &mut out).unwrap();
+                    gpu.kv_write(&k, &v, &shape.params(&gpu), &batch, &mut pool).unwrap();
+                    gpu.attention(&q, &shape.params(&gpu), &batch, &pool, &mut out).unwrap();
                     gpu.add(&mut hidden, &out).unwrap();
                     gpu.end_recording(hidden).unwrap()
                 });
                 got = host(&gpu, &hidden);
             });
-            let what = format!("step {nth}, {shape:?} over {kv}");
-            assert_eq!(replayed, nth >= 3, "{what}");
+            let what = format!("step {nth} (long: {is_long}), {shape:?} over {kv}");
+            assert_eq!(replayed, is_replayed, "{what}");
             assert_eq!(launched, if replayed { AttentionLaunches::default() } else { ONE_DECODE }, "{what}");
             let want = reference(shape, &seqs, blocks, kv, &chunks);
             assert_close(&got, &want, closeness(Activations::Bf16, kv), &what);
@@ -397,7 +432,7 @@ fn every_shape_is_near_the_reference() {
             let block_size = [16, 32, 64, 128, 256][nth % 5];
             for kv in [DType::F32, DType::F16, DType::BF16] {
                 for window in [None, Some(1), Some(37), Some(300)] {
-                    let shape = Shape { heads, kv_heads, head_dim, window, block_size };
+                    let shape = Shape { heads, kv_heads, head_dim, window, block_size, extras: NO_EXTRAS };
                     let (seqs, blocks) = sequences(shape, &[1, 17, 160], activations, kv);
                     let got = run(&gpu, shape, &mut pool(&gpu, shape, blocks, kv), &seqs, 64);
                     // The CPU keeps no bf16: the numbers were rounded already.
@@ -417,7 +452,7 @@ fn a_long_sequence_in_chunks_and_its_last_token_alone() {
         let Some(gpu) = gpu(activations) else { return };
         let cpu = cpu(None);
         for window in [None, Some(512)] {
-            let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window, block_size: 16 };
+            let shape = Shape { heads: 4, kv_heads: 2, head_dim: 64, window, block_size: 16, extras: NO_EXTRAS };
             let (seqs, blocks) = sequences(shape, &[4097], activations, DType::F16);
             let mut gpu_pool = pool(&gpu, shape, blocks, DType::F16);
             let got = run(&gpu, shape, &mut gpu_pool, &seqs, 2048);
@@ -443,7 +478,7 @@ fn heads_are_normed_turned_and_written() {
         let Some(gpu) = gpu(activations) else { return };
         let cpu = scalar();
         for (nth, (heads, kv_heads, head_dim, pairs)) in shapes.into_iter().enumerate() {
-            let shape = Shape { heads, kv_heads, head_dim, window: None, block_size: 16 };
+            let shape = Shape { heads, kv_heads, head_dim, window: None, block_size: 16, extras: NO_EXTRAS };
             let (seqs, blocks) = sequences(shape, &[17, 70], activations, DType::F32);
             let style = if nth % 2 == 0 { RopeStyle::Half } else { RopeStyle::Interleaved };
             let inv_freq = (0..pairs).map(|i| 0.5_f32.powi(i / 4)).collect();
@@ -463,9 +498,9 @@ fn heads_are_normed_turned_and_written() {
                         k: activation(backend, 87, kv_cols, &k),
                         v: activation(backend, 87, kv_cols, &v),
                     };
-                    let q = backend.rope_kv_write(qkv, &transform, &shape.params(), &batch, &mut pool).unwrap();
+                    let q = backend.rope_kv_write(qkv, &transform, &shape.params(backend), &batch, &mut pool).unwrap();
                     let mut out = poisoned(backend, 87, q_cols);
-                    backend.attention(&q, &shape.params(), &batch, &pool, &mut out).unwrap();
+                    backend.attention(&q, &shape.params(backend), &batch, &pool, &mut out).unwrap();
                     (host(backend, &q), host(backend, &out))
                 };
                 let ((got_q, got), (want_q, want)) = (run(&gpu), run(&cpu));
@@ -485,7 +520,7 @@ fn heads_are_normed_turned_and_written() {
 #[test]
 fn copied_blocks_give_the_same_rows() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
-    let shape = Shape { heads: 2, kv_heads: 2, head_dim: 32, window: None, block_size: 16 };
+    let shape = Shape { heads: 2, kv_heads: 2, head_dim: 32, window: None, block_size: 16, extras: NO_EXTRAS };
     let (mut seqs, blocks) = sequences(shape, &[40], Activations::Bf16, DType::F16);
     let mut pool = pool(&gpu, shape, blocks, DType::F16);
     run(&gpu, shape, &mut pool, &seqs, 39);

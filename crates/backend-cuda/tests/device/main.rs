@@ -4,6 +4,8 @@
 #![allow(clippy::explicit_write)] // the harness would hold back what eprintln! says
 
 mod attention;
+mod extras;
+mod invariance;
 mod linear;
 mod loading;
 mod quantised;

@@ -40,8 +40,12 @@ fn folder(name: &str) -> PathBuf {
 }
 
 fn start(name: &str, activations: Activations, kv_dtype: DType, chunk: usize) -> EngineHandle {
+    start_on(name, CudaConfig { ordinal: 0, activations, deterministic: false }, kv_dtype, chunk)
+}
+
+fn start_on(name: &str, device: CudaConfig, kv_dtype: DType, chunk: usize) -> EngineHandle {
     let checkpoint = Checkpoint::open(&folder(name)).unwrap();
-    let backend = Arc::new(CudaBackend::new(CudaConfig { ordinal: 0, activations }).unwrap());
+    let backend = Arc::new(CudaBackend::new(device).unwrap());
     let config = EngineConfig {
         kv_dtype,
         prefill_chunk_size: chunk,
@@ -179,31 +183,42 @@ fn distance(a: &Generation, b: &Generation) -> (f64, bool) {
     (worst, true)
 }
 
+/// Sixteen pieces of a model's document, of 1 to 200 tokens.
+fn sixteen_prompts(name: &str) -> Vec<Vec<u32>> {
+    let golden: Value = serde_json::from_slice(&std::fs::read(folder(name).join("golden.json")).unwrap()).unwrap();
+    let document = ids(&golden["document"]["ids"]);
+    (0..16).map(|i| document[i * 40..i * 40 + [1, 15, 16, 17, 63, 64, 65, 200][i % 8]].to_vec()).collect()
+}
+
+/// One after the other.
+fn each_alone(handle: &EngineHandle, prompts: &[Vec<u32>]) -> Vec<Generation> {
+    prompts.iter().map(|prompt| generate(handle, prompt, 24, greedy(Some(1)))).collect()
+}
+
+/// All at once.
+fn all_together(handle: &EngineHandle, prompts: &[Vec<u32>]) -> Vec<Generation> {
+    let submit = |prompt: &Vec<u32>| {
+        let (request, events) = request(prompt, 24, greedy(Some(1)));
+        handle.submit(request).unwrap();
+        events
+    };
+    let ears: Vec<_> = prompts.iter().map(submit).collect();
+    ears.iter().map(|events| events.gather(1).unwrap()).collect()
+}
+
 /// Sixteen prompts alone, in chunks of seven, and all at once.
 fn check_company(activations: Activations, kv_dtype: DType, most: f64) {
     if !has_gpu() {
         return;
     }
     for name in ["llama", "mistral-swa", "qwen3", "gemma3"] {
-        let golden: Value = serde_json::from_slice(&std::fs::read(folder(name).join("golden.json")).unwrap()).unwrap();
-        let document = ids(&golden["document"]["ids"]);
-        let prompts: Vec<&[u32]> =
-            (0..16).map(|i| &document[i * 40..i * 40 + [1, 15, 16, 17, 63, 64, 65, 200][i % 8]]).collect();
-        let ask = |handle: &EngineHandle, prompt: &[u32]| generate(handle, prompt, 24, greedy(Some(1)));
+        let prompts = sixteen_prompts(name);
         let handle = start(name, activations, kv_dtype, 512);
-        let alone: Vec<Generation> = prompts.iter().map(|prompt| ask(&handle, prompt)).collect();
-        let ears: Vec<_> = prompts
-            .iter()
-            .map(|prompt| {
-                let (request, events) = request(prompt, 24, greedy(Some(1)));
-                handle.submit(request).unwrap();
-                events
-            })
-            .collect();
-        let together: Vec<Generation> = ears.iter().map(|events| events.gather(1).unwrap()).collect();
+        let alone = each_alone(&handle, &prompts);
+        let together = all_together(&handle, &prompts);
         stop(&handle);
         let handle = start(name, activations, kv_dtype, 7);
-        let chunked: Vec<Generation> = prompts.iter().map(|prompt| ask(&handle, prompt)).collect();
+        let chunked = each_alone(&handle, &prompts);
         stop(&handle);
         for (what, others) in [("together", &together), ("in chunks of 7", &chunked)] {
             let distances: Vec<(f64, bool)> = alone.iter().zip(others).map(|(a, b)| distance(a, b)).collect();
@@ -212,6 +227,49 @@ fn check_company(activations: Activations, kv_dtype: DType, most: f64) {
             let line = format!("{name} {activations:?} {what}: log-probability {worst:.2e}, {parted} of 16 texts part");
             writeln!(std::io::stderr(), "{line}").unwrap();
             assert!(worst < most, "{line}");
+        }
+    }
+}
+
+/// A deterministic device: the same tokens and the same bits of their log-probabilities alone, again after prefix
+/// hits, together, in chunks of seven, and together in such chunks.
+#[test]
+fn company_changes_no_bit_of_a_deterministic_device() {
+    if !has_gpu() {
+        return;
+    }
+    let bits = |results: &[Generation]| -> Vec<Vec<(u32, u32)>> {
+        let of_one = |result: &Generation| {
+            let choice = &result.choices[0];
+            choice.tokens.iter().zip(&choice.logprobs).map(|(&token, entry)| (token, entry.logprob.to_bits())).collect()
+        };
+        results.iter().map(of_one).collect()
+    };
+    for (activations, kv_dtype) in
+        [(Activations::Bf16, DType::F16), (Activations::Bf16, DType::BF16), (Activations::F32, DType::F32)]
+    {
+        for name in NAMES {
+            let prompts = sixteen_prompts(name);
+            let device = CudaConfig { ordinal: 0, activations, deterministic: true };
+            let handle = start_on(name, device, kv_dtype, 512);
+            let alone = bits(&each_alone(&handle, &prompts));
+            let again = bits(&each_alone(&handle, &prompts));
+            let together = bits(&all_together(&handle, &prompts));
+            stop(&handle);
+            let handle = start_on(name, device, kv_dtype, 7);
+            let together_chunked = bits(&all_together(&handle, &prompts));
+            let chunked = bits(&each_alone(&handle, &prompts));
+            stop(&handle);
+            assert!(alone.iter().all(|tokens| !tokens.is_empty()));
+            for (what, others) in [
+                ("after prefix hits", again),
+                ("together", together),
+                ("in chunks of 7", chunked),
+                ("together in chunks of 7", together_chunked),
+            ] {
+                let parted: Vec<usize> = (0..prompts.len()).filter(|&idx| alone[idx] != others[idx]).collect();
+                assert!(parted.is_empty(), "{name} {activations:?} over {kv_dtype}, {what}: {parted:?} differ");
+            }
         }
     }
 }

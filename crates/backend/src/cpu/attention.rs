@@ -19,7 +19,7 @@ use super::kv_layout::{KvLayer, TILE};
 use super::linear::OutMatrix;
 use super::memory::AlignedBytes;
 use super::pool::{SendPtr, ThreadPool};
-use super::reference;
+use super::reference::{self, AttentionRow};
 use crate::{AttentionParams, BackendError, BatchLayout, GroupLayout};
 use std::cell::RefCell;
 use std::cmp::Reverse;
@@ -44,6 +44,8 @@ pub(crate) struct AttentionTask<'a> {
     /// `[T, H * E]`.
     pub(crate) q: &'a [f32],
     pub(crate) params: &'a AttentionParams,
+    /// `[H]`, if there are any.
+    pub(crate) sinks: Option<&'a [f32]>,
     pub(crate) layout: &'a BatchLayout,
     pub(crate) group: &'a GroupLayout,
     pub(crate) kv: KvLayer,
@@ -186,9 +188,11 @@ pub(crate) struct AttentionKernels {
     pub(crate) finish: unsafe fn(acc: *const f32, sum: f32, out: *mut f32, head_dim: usize),
 }
 
-fn kernels(isa: Isa, head_dim: usize) -> Option<&'static AttentionKernels> {
+/// The vector kernels for a layer; they know neither soft caps nor sinks.
+fn kernels(isa: Isa, params: &AttentionParams) -> Option<&'static AttentionKernels> {
+    let head_dim = params.head_dim;
     match isa.vectors() {
-        _ if !head_dim.is_multiple_of(TILE) => None,
+        _ if !head_dim.is_multiple_of(TILE) || params.soft_cap.is_some() || params.sinks.is_some() => None,
         #[cfg(target_arch = "x86_64")]
         Vectors::Avx512 if head_dim <= super::avx512_attention::MAX_HEAD_DIM => Some(&super::avx512_attention::KERNELS),
         #[cfg(target_arch = "x86_64")]
@@ -229,7 +233,7 @@ pub(crate) fn prepare(
     task: &AttentionTask<'_>,
     scratch: &mut AttentionScratch,
 ) -> Result<Option<&'static AttentionKernels>, BackendError> {
-    let kernels = kernels(isa, task.params.head_dim);
+    let kernels = kernels(isa, task.params);
     plan_items(task, scratch)?;
     if kernels.is_some() {
         let num_partials = split_spans(task.params, pool.num_threads(), scratch);
@@ -334,7 +338,7 @@ fn split_spans(params: &AttentionParams, num_threads: usize, scratch: &mut Atten
 }
 
 fn scalar_item(task: &AttentionTask<'_>, item: &WorkItem) {
-    let AttentionParams { num_heads, num_kv_heads, head_dim, scale, window, .. } = *task.params;
+    let &AttentionParams { num_heads, num_kv_heads, head_dim, scale, window, soft_cap, .. } = task.params;
     let heads_per_kv = num_heads / num_kv_heads;
     let table = sequence_table(task, item.seq_idx);
     ITEM_SCRATCH.with_borrow_mut(|scores| {
@@ -346,8 +350,17 @@ fn scalar_item(task: &AttentionTask<'_>, item: &WorkItem) {
                 let q = &task.q[row * num_heads * head_dim..][cols.clone()];
                 // SAFETY: items own disjoint (tokens, heads) of the output, whose shape was checked.
                 let out = unsafe { task.out.row_mut(row, cols) };
-                let begin = visible_begin(position, window);
-                reference::attention_row(q, &task.kv, item.kv_head, table, begin, position + 1, scale, scores, out);
+                let row = AttentionRow {
+                    q,
+                    kv: &task.kv,
+                    kv_head: item.kv_head,
+                    table,
+                    positions: visible_begin(position, window)..position + 1,
+                    scale,
+                    soft_cap,
+                    sink: task.sinks.map(|sinks| sinks[head]),
+                };
+                reference::attention_row(&row, scores, out);
             }
         }
     });

@@ -500,6 +500,7 @@ impl Backend for CpuBackend {
         let task = AttentionTask {
             q: elements(OP, q)?,
             params,
+            sinks: params.sinks.as_deref().map(|sinks| elements(OP, sinks)).transpose()?,
             layout: &batch.layout,
             group: &batch.layout.groups[params.group_idx],
             kv: KvLayer::new(OP, kv.spec(), bytes)?,

@@ -4,6 +4,7 @@
 use super::kv_layout::KvLayer;
 use crate::Activation;
 use half::f16;
+use std::ops::Range;
 
 /// `residual[i] += x[i]`.
 pub(crate) fn add(residual: &mut [f32], x: &[f32]) {
@@ -82,38 +83,47 @@ pub(crate) fn dot(x: &[f32], w: impl Iterator<Item = f32>) -> f32 {
     x.iter().zip(w).map(|(x, w)| x * w).sum()
 }
 
-/// Attention of one query head `q` `[E]` over positions `begin..end` of KV head `kv_head`; `table`
-/// is the sequence's block table. `scores` is scratch.
-#[allow(clippy::too_many_arguments)] // one row of an op, in the op's own terms
-pub(crate) fn attention_row(
-    q: &[f32],
-    kv: &KvLayer,
-    kv_head: usize,
-    table: &[u32],
-    begin: usize,
-    end: usize,
-    scale: f32,
-    scores: &mut Vec<f32>,
-    out: &mut [f32],
-) {
+/// One query head, and what it sees.
+pub(crate) struct AttentionRow<'a> {
+    /// `[E]`.
+    pub(crate) q: &'a [f32],
+    pub(crate) kv: &'a KvLayer,
+    pub(crate) kv_head: usize,
+    /// The sequence's block table.
+    pub(crate) table: &'a [u32],
+    /// Positions seen.
+    pub(crate) positions: Range<usize>,
+    pub(crate) scale: f32,
+    pub(crate) soft_cap: Option<f32>,
+    /// The head's, as a score.
+    pub(crate) sink: Option<f32>,
+}
+
+/// Attention of one row into `out` `[E]`. `scores` is scratch.
+pub(crate) fn attention_row(row: &AttentionRow<'_>, scores: &mut Vec<f32>, out: &mut [f32]) {
+    let &AttentionRow { q, kv, kv_head, table, scale, soft_cap, sink, .. } = row;
+    let positions = || row.positions.clone();
     let place = |position: usize| {
         let block = table[position / kv.block_size()] as usize;
         (block, position % kv.block_size())
     };
     scores.clear();
-    scores.extend((begin..end).map(|position| {
+    scores.extend(positions().map(|position| {
         let (block, offset) = place(position);
         let dot: f32 = q.iter().enumerate().map(|(e, q)| q * kv.read_k(block, kv_head, offset, e)).sum();
-        dot * scale
+        match soft_cap {
+            Some(cap) => cap * (dot * scale / cap).tanh(),
+            None => dot * scale,
+        }
     }));
-    let max = scores.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let mut sum = 0.0;
+    let max = scores.iter().copied().fold(sink.unwrap_or(f32::NEG_INFINITY), f32::max);
+    let mut sum = sink.map_or(0.0, |sink| (sink - max).exp());
     for score in scores.iter_mut() {
         *score = (*score - max).exp();
         sum += *score;
     }
     out.fill(0.0);
-    for (position, weight) in (begin..end).zip(scores.iter()) {
+    for (position, weight) in positions().zip(scores.iter()) {
         let (block, offset) = place(position);
         for (e, out) in out.iter_mut().enumerate() {
             *out += weight * kv.read_v(block, kv_head, offset, e);

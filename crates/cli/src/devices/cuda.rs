@@ -1,5 +1,6 @@
 //! GPUs in a build with the feature `cuda`.
 
+use crate::config::Config;
 use anyhow::Result;
 use pagemill_backend::{ActivationMode, Backend};
 use pagemill_backend_cuda::{Activations, CudaBackend, CudaConfig};
@@ -14,10 +15,10 @@ pub fn count() -> Result<usize> {
 }
 
 /// Opens GPU `ordinal`.
-pub fn open(ordinal: usize, activations: ActivationMode) -> Result<Arc<dyn Backend>> {
-    let activations = match activations {
+pub fn open(ordinal: usize, config: &Config) -> Result<Arc<dyn Backend>> {
+    let activations = match config.cpu.activations {
         ActivationMode::Int8 => Activations::Bf16,
         ActivationMode::F32 => Activations::F32,
     };
-    Ok(Arc::new(CudaBackend::new(CudaConfig { ordinal, activations })?))
+    Ok(Arc::new(CudaBackend::new(CudaConfig { ordinal, activations, deterministic: config.deterministic })?))
 }

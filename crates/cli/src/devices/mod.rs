@@ -95,7 +95,7 @@ fn ordinal(text: &str) -> Option<usize> {
 pub fn open(config: &Config) -> Result<Arc<dyn Backend>> {
     match config.device {
         Device::Cpu => Ok(Arc::new(CpuBackend::new(config.cpu).context("starting the CPU device")?)),
-        Device::Cuda(ordinal) => gpu::open(ordinal, config.cpu.activations),
+        Device::Cuda(ordinal) => gpu::open(ordinal, config),
     }
 }
 

@@ -1,7 +1,8 @@
 //! GPUs in a build without the feature `cuda`: none, and a sentence when one is asked for.
 
+use crate::config::Config;
 use anyhow::{Result, bail};
-use pagemill_backend::{ActivationMode, Backend};
+use pagemill_backend::Backend;
 use std::sync::Arc;
 
 /// Why there is none.
@@ -14,6 +15,6 @@ pub fn count() -> Result<usize> {
 }
 
 /// Opens GPU `ordinal`.
-pub fn open(ordinal: usize, _activations: ActivationMode) -> Result<Arc<dyn Backend>> {
+pub fn open(ordinal: usize, _config: &Config) -> Result<Arc<dyn Backend>> {
     bail!("device = cuda:{ordinal}: {NONE}")
 }

@@ -187,7 +187,7 @@ fn end_when(is_lost: impl Fn() -> bool + Send + 'static) -> Result<()> {
 fn fingerprint(checkpoint: &Checkpoint, config: &Config) -> Result<[u8; 32]> {
     let mut hash = Sha256::new();
     hash.update(env!("CARGO_PKG_VERSION"));
-    hash.update(format!("{:?} {:?}", config.engine, config.cpu.activations));
+    hash.update(format!("{:?} {:?} {}", config.engine, config.cpu.activations, config.deterministic));
     let weights = checkpoint.weights();
     let mut sample = [0; SAMPLE_BYTES];
     for tensor in weights.tensors() {

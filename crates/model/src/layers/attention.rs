@@ -59,6 +59,8 @@ impl PagedAttention {
                 head_dim: spec.head_dim,
                 scale,
                 window,
+                soft_cap: None,
+                sinks: None,
                 group_idx: layer.place.group_idx,
                 layer_in_group: layer.place.layer_in_group,
             },

@@ -163,6 +163,8 @@ fn params(spec: &ModelSpec, layer: usize) -> AttentionParams {
         head_dim: spec.head_dim,
         scale,
         window: None,
+        soft_cap: None,
+        sinks: None,
         group_idx: 0,
         layer_in_group: layer,
     }
