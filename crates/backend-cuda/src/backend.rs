@@ -55,6 +55,9 @@ pub struct CudaConfig {
     pub ordinal: usize,
     /// In which type values flow between ops.
     pub activations: Activations,
+    /// Whether a row's bits depend on its own sequence only, whatever the batch around it and however its prompt was
+    /// cut into chunks; slower.
+    pub deterministic: bool,
 }
 
 /// A GPU as a device. Serves one model and one KV pool: what it records of a forward holds for both.
@@ -99,7 +102,7 @@ impl CudaBackend {
         let kernels = Kernels::load(&device)?;
         let workspace = Workspace::new(&device);
         let loaded = begun.elapsed();
-        let linear = LinearOps::new(&device, &kernels, &workspace)?;
+        let linear = LinearOps::new(&device, &kernels, &workspace, config.deterministic)?;
         let products = begun.elapsed();
         let backend = Self {
             records: Mutex::new(Records::new(&device)),
@@ -125,6 +128,11 @@ impl CudaBackend {
     /// For tests and diagnosis.
     pub fn small_product_launches(&self) -> u64 {
         self.linear.small_launches()
+    }
+
+    /// The same of the kernel for up to some hundred tokens.
+    pub fn mid_product_launches(&self) -> u64 {
+        self.linear.mid_launches()
     }
 
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {

@@ -11,6 +11,7 @@
 //! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
 //! stored, whatever their number of tokens.
 
+mod mid;
 mod small;
 
 use crate::check::{Elem, View};
@@ -26,6 +27,8 @@ use pagemill_backend::{Activation, BackendError, DType};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use self::mid::MidKernels;
 
 /// `FEW_ROWS` in weights_plain.cu.
 const FEW_TOKENS: usize = 8;
@@ -102,7 +105,10 @@ pub(crate) struct LinearOps {
     stored: HashMap<DType, StoredOps>,
     small: HashMap<LinearVariant, Function>,
     small_launches: AtomicU64,
+    mid: Option<MidKernels>,
     matmul: Mutex<Matmul>,
+    /// Whether a product's algorithm must not follow from the number of tokens.
+    deterministic: bool,
 }
 
 /// The input of a call, converted at most once to each type.
@@ -179,6 +185,7 @@ impl LinearOps {
         device: &Arc<Device>,
         kernels: &Kernels,
         workspace: &Arc<Workspace>,
+        deterministic: bool,
     ) -> Result<Self, BackendError> {
         let mut stored = HashMap::new();
         for dtype in DType::ALL {
@@ -203,13 +210,20 @@ impl LinearOps {
             stored,
             small,
             small_launches: AtomicU64::new(0),
+            mid: MidKernels::new(device, kernels)?,
             matmul: Mutex::new(Matmul::new(device)?),
+            deterministic,
         })
     }
 
     /// Launches of `linear_small` so far, recorded ones counted once.
     pub(crate) fn small_launches(&self) -> u64 {
         self.small_launches.load(Ordering::Relaxed)
+    }
+
+    /// The same of `linear_mid`.
+    pub(crate) fn mid_launches(&self) -> u64 {
+        self.mid.as_ref().map_or(0, MidKernels::launches)
     }
 
     /// Bytes that cuBLASLt holds.
@@ -294,6 +308,11 @@ impl LinearOps {
         let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * cols, converted: Vec::new() };
         let mut rest = products;
         while let [product, others @ ..] = rest {
+            if let Some((weight, count)) = self.mid_launch(num_tokens, rest) {
+                self.mid_products(&mut inputs, weight, num_tokens, &rest[..count])?;
+                rest = &rest[count..];
+                continue;
+            }
             if let Some(variant) = self.small_variant(x, num_tokens, product) {
                 let joins = |other: &&Product<'_>| {
                     other.out.elem == product.out.elem && self.small_variant(x, num_tokens, other) == Some(variant)
@@ -323,7 +342,7 @@ impl LinearOps {
 
     /// Whether [`Self::gated`] takes these weights for so many tokens.
     pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
-        self.gated_variant(num_tokens, gate, up).is_some()
+        self.mid_gated(num_tokens, gate, up).is_some() || self.gated_variant(num_tokens, gate, up).is_some()
     }
 
     /// `out = act(x · gateᵀ) * (x · upᵀ)`, of what [`Self::takes_gated`]; `x` `[T, C]`.
@@ -335,11 +354,14 @@ impl LinearOps {
         product: &GatedProduct<'_>,
     ) -> Result<(), BackendError> {
         let GatedProduct { gate, up, act, out } = *product;
+        let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
+        if let Some(weight) = self.mid_gated(num_tokens, gate, up) {
+            return self.mid_gated_product(&mut inputs, weight, num_tokens, product);
+        }
         let variant = self
             .gated_variant(num_tokens, gate, up)
             .filter(|_| linear_small::is_aligned(x.address, gate.weight.address()))
             .ok_or_else(|| self.device.broken("a gated product that no kernel takes"))?;
-        let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
         let args = LinearParams {
             x: inputs.as_type(gate.weight.dtype)?,
             w: gate.weight.address(),

@@ -9,18 +9,14 @@ using Bf = __nv_bfloat16;
 
 struct Variant {
     const char* name;
-    int columns, panels, stages;
-    bool multicast, gated;
+    int columns, stages, x_slots;
+    bool gated;
     void (*kernel)(LinearMidParams);
 };
 #undef V
-#undef VM
-#define V(N, P, S, B)                                                                        \
-    {"n" #N " p" #P " s" #S, N, P, S, false, false, linear_mid_n##N##_p##P##_s##S}, \
-    {"n" #N " p" #P " s" #S, N, P, S, false, true, linear_mid_gated_n##N##_p##P##_s##S},
-#define VM(N, P, S, B)                                                                         \
-    {"n" #N " p" #P " s" #S " m", N, P, S, true, false, linear_mid_n##N##_p##P##_s##S##_m}, \
-    {"n" #N " p" #P " s" #S " m", N, P, S, true, true, linear_mid_gated_n##N##_p##P##_s##S##_m},
+#define V(M, S, X)                                                        \
+    {"m" #M " s" #S " x" #X, M, S, X, false, linear_mid_m##M##_s##S##_x##X}, \
+    {"m" #M " s" #S " x" #X, M, S, X, true, linear_mid_gated_m##M##_s##S##_x##X},
 static const Variant VARIANTS[] = {
 #include "linear_mid_variants.inc"
 };
@@ -49,32 +45,25 @@ struct Work {
     void* y[3];
     uint32_t y_type, activation;
 };
-static float4* partial;
-static uint32_t* arrivals;
-static int sms;
-static uint32_t min_panels = 4;
+static int max_clusters;
 
 /// The launch's params; `grid` gets its thread blocks. As in src/kernels/linear_mid.rs.
 static LinearMidParams params_of(const Variant& v, const Work& w, int& grid) {
     LinearMidParams p = {};
-    p.x_map = map_of(w.x, w.m, w.c, v.multicast ? v.columns / 2 : v.columns);
-    uint32_t tiles = 0;
+    p.x_map = map_of(w.x, w.m, w.c, v.columns);
     for (int i = 0; i < 3; ++i) {
         p.w_map[i] = map_of(w.w[i] ? w.w[i] : w.w[0], w.n[i] ? w.n[i] : w.n[0], w.c, 64);
         if (!w.n[i] || (v.gated && i)) continue;
         p.parts[i] = {w.bias, w.y[i], uint32_t(w.n[i]), uint32_t(w.n[i])};
-        tiles += v.gated ? (w.n[i] + 127) / 128 : (w.n[i] + 255) / 256;
+        p.num_slabs += (w.n[i] + 63) / 64;
     }
-    p.partial = partial, p.arrivals = arrivals, p.m = w.m, p.num_tiles = tiles;
-    p.panels_per_tile = (w.c + 127) / 128 * 2;
-    uint32_t all = tiles * p.panels_per_tile, pairs = sms / 2;
-    p.panels_per_pair = std::max((all + pairs - 1) / pairs, min_panels);
-    p.panels_per_pair += p.panels_per_pair % 2;
-    grid = (all + p.panels_per_pair - 1) / p.panels_per_pair * 2;
-    p.y_type = w.y_type, p.activation = w.activation;
+    p.m = w.m, p.num_panels = (w.c + 63) / 64, p.y_type = w.y_type, p.activation = w.activation;
+    grid = 4 * std::min<int>(p.num_slabs, max_clusters);
     return p;
 }
-static size_t shared_of(const Variant& v) { return size_t(v.stages) * v.panels * (16384 + v.columns * 128) + v.stages * 16 + 1024 + 1024; }
+static size_t shared_of(const Variant& v) {
+    return size_t(v.stages) * 16384 + v.x_slots * v.columns * 128 + v.columns * 512 + (2 * v.stages + v.x_slots + 2) * 8 + 1024;
+}
 static void run(const Variant& v, const LinearMidParams& p, int grid, cudaStream_t s, bool overlap) { launch(v.kernel, dim3(grid), dim3(288), shared_of(v), s, overlap, p); }
 
 __global__ void reference(const Bf* x, const Bf* w, const Bf* up, const float* bias, float* y, int n, int c, int activation) {
@@ -97,7 +86,7 @@ static void check(const Variant& v, int m, int n, int c, uint32_t y_type, bool p
     Work w = {m, c};
     int sizes[3] = {n, v.gated ? n : parts ? n / 3 + 1 : 0, !v.gated && parts ? 40 : 0};
     Buffer<Bf> x(size_t(m) * c), w0(size_t(n) * c), w1(size_t(n) * c), w2(size_t(n) * c);
-    Buffer<float> bias(n);
+    Buffer<float> bias(n + 40);
     uint64_t seed = m * 1000003 + n * 101 + c;
     x.fill(seed, 1), w0.fill(seed + 1, 0.05f), w1.fill(seed + 2, 0.05f), w2.fill(seed + 4, 0.05f), bias.fill(seed + 3, 1);
     w.x = x.ptr, w.w[0] = w0.ptr, w.w[1] = w1.ptr, w.w[2] = w2.ptr, w.y_type = y_type, w.activation = activation;
@@ -136,11 +125,14 @@ static void check_bits(bool gated, int n, int c) {
     std::vector<float> want;
     int differing = 0, compared = 0;
     for (const Variant& v : VARIANTS)
-        for (int m : {256, 200, 64, 33, 16, 7, 1}) {
+        for (int m : {128, 100, 64, 33, 16, 7, 1}) {
             if (v.gated != gated || m > v.columns) continue;
+            const int all_clusters = max_clusters;
+            if (m == 33 || m == 1) max_clusters = 7;
             Work w = {m, c, x.ptr, {w0.ptr, gated ? w1.ptr : nullptr, nullptr}, {n, gated ? n : 0, 0}, nullptr, {y.ptr, nullptr, nullptr}, 0, 0};
             int grid;
             LinearMidParams p = params_of(v, w, grid);
+            max_clusters = all_clusters;
             y.poison();
             run(v, p, grid, 0, false);
             CHECK(cudaDeviceSynchronize());
@@ -168,12 +160,15 @@ int main(int argc, char**) {
     brief = argc > 1;
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
-    sms = prop.multiProcessorCount;
-    Buffer<float4> partial_memory(size_t(sms) * 2 * 8192);
-    Buffer<uint32_t> arrival_memory(sms);
-    arrival_memory.zero();
-    partial = partial_memory.ptr, arrivals = arrival_memory.ptr;
     for (const Variant& v : VARIANTS) CHECK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_of(v)));
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(prop.multiProcessorCount / 4 * 4), config.blockDim = dim3(288), config.dynamicSmemBytes = shared_of(VARIANTS[0]);
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim.x = 4, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute, config.numAttrs = 1;
+    CHECK(cudaOccupancyMaxActiveClusters(&max_clusters, VARIANTS[0].kernel, &config));
+    printf("%d clusters of 4 at once\n", max_clusters);
+    if (max_clusters < 1) return 1;
     for (const Variant& v : VARIANTS)
         for (int m : {v.columns, v.columns / 2 + 1, 1}) {
             check(v, m, 4096, 4096, 2, false, 0), check(v, m, 1001, 896, 0, true, 1);
@@ -191,7 +186,7 @@ int main(int argc, char**) {
     pool.fill(7, 0.02f), x.fill(8, 1);
     struct Shape { const char* name; int n, c; bool gated; } shapes[] = {
         {"qkv", 6144, 4096, false}, {"o", 4096, 4096, false}, {"gate_up", 14336, 4096, true}, {"down", 4096, 14336, false}, {"head", 128256, 4096, false}};
-    for (int m : {1, 8, 16, 32, 48, 64, 96, 128, 192, 256}) {
+    for (int m : {1, 8, 16, 24, 32, 48, 64, 96, 128}) {
         printf("-- m %d: us plain | us overlapped | TB/s overlapped; and 32 layers and head, ms\n", m);
         for (const Variant& v : VARIANTS) {
             if (v.gated || m > v.columns || (m * 2 <= v.columns && v.columns > 16)) continue;

@@ -5,6 +5,7 @@
 pub(crate) mod attention_decode;
 pub(crate) mod attention_plan;
 pub(crate) mod attention_prefill;
+pub(crate) mod linear_mid;
 #[allow(dead_code)] // checked and timed by `kernels/bench`; the ops still run the plain kernels
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;

@@ -10,14 +10,14 @@ impl LinearOps {
     /// The form of `linear_small` that takes the product, if one does.
     pub(super) fn small_variant(&self, x: View, num_tokens: usize, product: &Product<'_>) -> Option<LinearVariant> {
         let Matrix { weight, rows, cols } = product.matrix;
-        let half = half_of(weight.dtype)?;
+        let half = half_of(weight.dtype).filter(|_| !self.deterministic)?;
         let is_aligned = linear_small::is_aligned(x.address, weight.address());
         LinearVariant::select(half, u32::try_from(num_tokens).ok()?, word(rows), word(cols)).filter(|_| is_aligned)
     }
 
     /// The form that takes gate and up, if one does.
     pub(super) fn gated_variant(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<LinearVariant> {
-        let half = half_of(gate.weight.dtype)?;
+        let half = half_of(gate.weight.dtype).filter(|_| !self.deterministic)?;
         let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
         let is_aligned = linear_small::is_aligned(gate.weight.address(), up.weight.address());
         let num_tokens = u32::try_from(num_tokens).ok()?;

@@ -19,7 +19,7 @@ pub fn has_gpu() -> bool {
 
 /// The device, or `None` where there is none.
 pub fn gpu(activations: Activations) -> Option<CudaBackend> {
-    has_gpu().then(|| CudaBackend::new(CudaConfig { ordinal: 0, activations }).unwrap())
+    has_gpu().then(|| CudaBackend::new(CudaConfig { ordinal: 0, activations, deterministic: false }).unwrap())
 }
 
 /// The CPU's scalar reference, float products exact.

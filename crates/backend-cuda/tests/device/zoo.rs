@@ -41,7 +41,7 @@ fn folder(name: &str) -> PathBuf {
 
 fn start(name: &str, activations: Activations, kv_dtype: DType, chunk: usize) -> EngineHandle {
     let checkpoint = Checkpoint::open(&folder(name)).unwrap();
-    let backend = Arc::new(CudaBackend::new(CudaConfig { ordinal: 0, activations }).unwrap());
+    let backend = Arc::new(CudaBackend::new(CudaConfig { ordinal: 0, activations, deterministic: false }).unwrap());
     let config = EngineConfig {
         kv_dtype,
         prefill_chunk_size: chunk,

@@ -19,5 +19,5 @@ pub fn open(ordinal: usize, activations: ActivationMode) -> Result<Arc<dyn Backe
         ActivationMode::Int8 => Activations::Bf16,
         ActivationMode::F32 => Activations::F32,
     };
-    Ok(Arc::new(CudaBackend::new(CudaConfig { ordinal, activations })?))
+    Ok(Arc::new(CudaBackend::new(CudaConfig { ordinal, activations, deterministic: false })?))
 }
