@@ -6,28 +6,26 @@
 // so that its many rows fill the tensor cores whatever M is, and x the B operand, one column a token. A panel is 64
 // elements of C (one swizzled row of shared memory); a slab 64 rows of W (one product's height).
 //
-// Four thread blocks are a cluster and share slabs: each takes a quarter of C (fewer rows of W would reach fewer
-// multiprocessors at once, and each keeps its quarter of x), two slabs at a time, and sends its sums to the one that
-// owns the rows, a quarter of the slab each, which adds the four in the order of C. Clusters share the slabs out
-// evenly. So a row's bits depend on its token and the weight only: not on M, nor on the form, nor on what else is in
-// the launch.
+// Two or four thread blocks (ranks) are a cluster and share slabs: each takes a half or a quarter of C, so that few rows
+// of W reach all multiprocessors, two slabs at a time, and sends its sums to the rank that owns the rows, which adds
+// them in the order of C. Clusters share the slabs out evenly. So a row's bits depend on its token, the weight and the
+// number of ranks only: not on M, nor on the form.
 //
-// One warp feeds: boxes of W through a ring of stages, and x: once for all slabs where the quarter fits, else with
+// One warp feeds: boxes of W through a ring of stages, and x: once for all slabs where a rank's part fits, else with
 // every stage. The first stages' weights are asked for before waiting for the previous kernel, since weights do not
-// depend on it. Two warpgroups multiply, each both slabs by half of the tokens.
+// depend on it. Two warpgroups multiply, a slab each.
 //
-// The gated form takes one slab from the gate and the same from up: both sums of an output meet in one thread.
+// The gated form takes one slab from the gate and the same from up: both sums of an output meet where they are added up.
 // Up to three products of one x (q, k, v) share a launch: their slabs follow each other.
 //
 // Tried before (NOTES.md): all panels of all tiles cut into equal ranges over all multiprocessors, with partial sums in
 // memory. Adding up took 5 us a product.
-#include "quad.cuh"
+#include "cluster.cuh"
 #include "warpgroup_narrow.cuh"
 
 namespace pagemill {
 
 constexpr int MID_PARTS = 3;
-constexpr int QUAD = 4;
 constexpr int SLAB_BYTES = 64 * 128; // 64 rows of a panel
 constexpr int MULTIPLIERS = 256;     // threads of the two warpgroups that multiply
 constexpr int MID_THREADS = MULTIPLIERS + 32;
@@ -54,23 +52,23 @@ static_assert(sizeof(LinearMidPart) == 24 && sizeof(LinearMidParams) == 640, "sr
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-/// X_SLOTS panels of x are kept where a quarter of C has no more; else each stage has one.
-template <int COLUMNS, int STAGES, int X_SLOTS> struct MidShared {
-    static constexpr int FRAGMENTS = COLUMNS / 8; // of 16 rows and 8 columns, in 16 rows of a slab
+/// X_SLOTS panels of x are kept where a rank's part of C has no more; else each stage has one.
+template <int COLUMNS, int STAGES, int X_SLOTS, int RANKS> struct MidShared {
+    static constexpr int FRAGMENTS = 4 / RANKS * COLUMNS / 8; // of 16 rows and 8 columns, in the rows that it owns of a slab
     alignas(1024) unsigned char w[STAGES][2][SLAB_BYTES];
     unsigned char x[X_SLOTS][COLUMNS * 128];
-    float4 sums[2][QUAD][FRAGMENTS][32]; // of this thread block's rows of both slabs, by who sent them
+    float4 sums[2][RANKS][FRAGMENTS][32]; // of this thread block's rows of both slabs, by who sent them
     uint64_t full[STAGES], empty[STAGES], x_full[X_SLOTS], sums_full, sums_empty;
 };
 
 /// What a thread block works on: slabs [slab, slab_end), panels [panel, panel_end) of each.
-struct Range {
+template <int RANKS> struct Range {
     uint32_t rank, slab, slab_end, panel, panel_end;
     __device__ __forceinline__ explicit Range(const LinearMidParams& p) {
-        const uint32_t cluster = blockIdx.x / QUAD, clusters = gridDim.x / QUAD;
-        rank = blockIdx.x % QUAD;
+        const uint32_t cluster = blockIdx.x / RANKS, clusters = gridDim.x / RANKS;
+        rank = blockIdx.x % RANKS;
         slab = cluster * p.num_slabs / clusters, slab_end = (cluster + 1) * p.num_slabs / clusters;
-        panel = rank * p.num_panels / QUAD, panel_end = (rank + 1) * p.num_panels / QUAD;
+        panel = rank * p.num_panels / RANKS, panel_end = (rank + 1) * p.num_panels / RANKS;
     }
 };
 
@@ -128,8 +126,8 @@ __device__ __forceinline__ void store_fragment(const LinearMidParams& p, const L
 }
 
 /// The feeding thread. Stages follow panels of two slabs (gated: of the gate and up), then the next two.
-template <int COLUMNS, int STAGES, int X_SLOTS, bool GATED>
-__device__ __forceinline__ void feed(MidShared<COLUMNS, STAGES, X_SLOTS>& sh, const LinearMidParams& p, const Range& range, bool keeps_x) {
+template <int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED>
+__device__ __forceinline__ void feed(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>& sh, const LinearMidParams& p, const Range<RANKS>& range, bool keeps_x) {
     if (range.panel == range.panel_end) return;
     constexpr uint32_t STEP = GATED ? 1 : 2;
     struct Place {
@@ -173,11 +171,11 @@ __device__ __forceinline__ void feed(MidShared<COLUMNS, STAGES, X_SLOTS>& sh, co
     }
 }
 
-/// The sum of what the four sent, in the order of C.
-template <int FRAGMENTS> __device__ __forceinline__ float4 sum_of_four(const float4 (&sent)[QUAD][FRAGMENTS][32], int fragment) {
+/// The sum of what all ranks sent, in the order of C.
+template <int RANKS, int FRAGMENTS> __device__ __forceinline__ float4 sum_of_all(const float4 (&sent)[RANKS][FRAGMENTS][32], int fragment) {
     float4 sum = sent[0][fragment][threadIdx.x % 32];
 #pragma unroll
-    for (int i = 1; i < QUAD; ++i) {
+    for (int i = 1; i < RANKS; ++i) {
         const float4 more = sent[i][fragment][threadIdx.x % 32];
         sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
@@ -189,133 +187,127 @@ __device__ __forceinline__ float4 gated(const LinearMidParams& p, float4 gate, f
                        gate_activation(gate.z, p.activation) * up.z, gate_activation(gate.w, p.activation) * up.w);
 }
 
-/// Adds up and stores this thread block's rows of the slabs from `slab` on: 16 of each.
-template <int COLUMNS, int STAGES, int X_SLOTS, bool GATED>
-__device__ __forceinline__ void finish(MidShared<COLUMNS, STAGES, X_SLOTS>& sh, const LinearMidParams& p, uint32_t slab, uint32_t slabs, uint32_t rank) {
-    constexpr uint32_t FRAGMENTS = COLUMNS / 8;
+/// Adds up and stores this thread block's rows of the slabs from `slab` on.
+template <int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED>
+__device__ __forceinline__ void finish(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>& sh, const LinearMidParams& p, uint32_t slab, uint32_t slabs, uint32_t rank) {
+    // Fragments by 16 rows, then 8 columns.
+    constexpr uint32_t BY_COLUMNS = COLUMNS / 8, FRAGMENTS = 4 / RANKS * BY_COLUMNS;
     for (uint32_t i = threadIdx.x / 32; i < (GATED ? 1 : slabs) * FRAGMENTS; i += MULTIPLIERS / 32) {
         const uint32_t nth = i / FRAGMENTS, fragment = i % FRAGMENTS;
         uint32_t in_part = slab + nth;
         const LinearMidPart part = p.parts[part_of<GATED>(p, in_part)];
-        float4 sum = sum_of_four(sh.sums[nth], fragment);
-        if constexpr (GATED) sum = gated(p, sum, sum_of_four(sh.sums[1], fragment));
-        store_fragment(p, part, in_part * 64 + rank * 16, fragment * 8, sum);
+        float4 sum = sum_of_all(sh.sums[nth], fragment);
+        if constexpr (GATED) sum = gated(p, sum, sum_of_all(sh.sums[1], fragment));
+        store_fragment(p, part, in_part * 64 + (rank * (4 / RANKS) + fragment / BY_COLUMNS) * 16, fragment % BY_COLUMNS * 8, sum);
     }
 }
 
-/// A multiplying warpgroup: half of the columns of all slabs.
-template <class T, int COLUMNS, int STAGES, int X_SLOTS, bool GATED>
-__device__ __forceinline__ void multiply(MidShared<COLUMNS, STAGES, X_SLOTS>& sh, const LinearMidParams& p, const Range& range, bool keeps_x) {
-    constexpr int HALF = COLUMNS / 2, OWN_FRAGMENTS = HALF / 8;
+/// A multiplying warpgroup: one of two slabs at a time.
+template <class T, int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED>
+__device__ __forceinline__ void multiply(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>& sh, const LinearMidParams& p, const Range<RANKS>& range, bool keeps_x) {
+    constexpr int BY_COLUMNS = COLUMNS / 8;
     constexpr uint32_t STEP = GATED ? 1 : 2;
-    const uint32_t warpgroup = threadIdx.x / 128, owner = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const uint32_t sums_there = address_at(&sh.sums[0][range.rank][warpgroup * OWN_FRAGMENTS][lane], owner);
+    const uint32_t warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+    // A warp has 16 rows of a slab; a rank owns as many warps' rows as there are to a rank.
+    const uint32_t owner = warp / (4 / RANKS), first_fragment = warp % (4 / RANKS) * BY_COLUMNS;
+    const uint32_t sums_there = address_at(&sh.sums[warpgroup][range.rank][first_fragment][lane], owner);
     const uint32_t sums_full_there = address_at(&sh.sums_full, owner);
     int stage = 0;
     uint32_t parity = 0, sums_parity = 0;
     for (uint32_t slab = range.slab; slab < range.slab_end; slab += STEP) {
         const uint32_t slabs = GATED ? 2 : min(2, range.slab_end - slab);
         const bool is_first = slab == range.slab, is_last = slab + STEP >= range.slab_end;
-        float d[2][HALF / 2] = {};
-        int before = -1;
+        const bool has_slab = warpgroup < slabs;
+        float d[COLUMNS / 2] = {};
         for (uint32_t panel = range.panel; panel < range.panel_end; ++panel) {
             const int slot = keeps_x ? panel - range.panel : stage;
             barrier_wait(&sh.full[stage], parity);
             if (keeps_x && is_first) barrier_wait(&sh.x_full[slot], 0);
-            wgmma_fence();
-            const uint32_t w = shared_address(sh.w[stage]), x = shared_address(sh.x[slot]) + warpgroup * HALF * 128;
-            // A second slab that is not there is multiplied too, whatever lies in its place, and left at that.
+            if (has_slab) {
+                const uint32_t w = shared_address(sh.w[stage][warpgroup]), x = shared_address(sh.x[slot]);
+                wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                const uint64_t columns = k_major_descriptor(x + k * 32);
-                wgmma_ss<T, HALF>(d[0], k_major_descriptor(w + k * 32), columns, 1);
-                wgmma_ss<T, HALF>(d[1], k_major_descriptor(w + SLAB_BYTES + k * 32), columns, 1);
+                for (int k = 0; k < 4; ++k) wgmma_ss<T, COLUMNS>(d, k_major_descriptor(w + k * 32), k_major_descriptor(x + k * 32), 1);
+                wgmma_commit();
+                // At once, and not when the next stage has come: it is memory that the stage is wanted for.
+                wgmma_wait<0>();
             }
-            wgmma_commit();
-            if (before >= 0) {
-                wgmma_wait<1>();
-                if (lane == 0) barrier_arrive(&sh.empty[before]);
-            }
-            before = stage;
+            if (lane == 0) barrier_arrive(&sh.empty[stage]);
             if (++stage == STAGES) stage = 0, parity ^= 1;
         }
-        wgmma_wait<0>();
-        wgmma_pin(d[0]);
-        wgmma_pin(d[1]);
-        if (before >= 0 && lane == 0) barrier_arrive(&sh.empty[before]);
-        if (is_first) await_quad();
-        else barrier_wait_for_quad(&sh.sums_empty, sums_parity ^ 1);
+        wgmma_pin(d);
+        if (is_first) await_cluster();
+        else barrier_wait_for_cluster(&sh.sums_empty, sums_parity ^ 1);
         if (threadIdx.x == 0) barrier_expect(&sh.sums_full, slabs * sizeof(sh.sums[0]));
+        if (has_slab) {
 #pragma unroll
-        for (uint32_t i = 0; i < 2; ++i) {
-            if (i >= slabs) continue;
-#pragma unroll
-            for (int f = 0; f < OWN_FRAGMENTS; ++f)
-                send16(sums_there + i * sizeof(sh.sums[0]) + f * sizeof(sh.sums[0][0][0]),
-                       make_float4(d[i][f * 4], d[i][f * 4 + 1], d[i][f * 4 + 2], d[i][f * 4 + 3]), sums_full_there);
+            for (int f = 0; f < BY_COLUMNS; ++f)
+                send16(sums_there + f * sizeof(sh.sums[0][0][0]), make_float4(d[f * 4], d[f * 4 + 1], d[f * 4 + 2], d[f * 4 + 3]), sums_full_there);
         }
-        barrier_wait_for_quad(&sh.sums_full, sums_parity);
-        finish<COLUMNS, STAGES, X_SLOTS, GATED>(sh, p, slab, slabs, range.rank);
+        barrier_wait_for_cluster(&sh.sums_full, sums_parity);
+        finish<COLUMNS, STAGES, X_SLOTS, RANKS, GATED>(sh, p, slab, slabs, range.rank);
         __syncwarp();
         // Behind the last, the others may be gone.
-        if (!is_last && lane < QUAD) barrier_arrive_at(address_at(&sh.sums_empty, lane));
+        if (!is_last && lane < RANKS) barrier_arrive_at(address_at(&sh.sums_empty, lane));
         sums_parity ^= 1;
     }
 }
 
-template <class T, int COLUMNS, int STAGES, int X_SLOTS, bool GATED> __device__ __forceinline__ void linear_mid(const LinearMidParams& p) {
+template <class T, int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED> __device__ __forceinline__ void linear_mid(const LinearMidParams& p) {
     static_assert(STAGES <= X_SLOTS, "a stage has a slot of x");
     extern __shared__ unsigned char shared_bytes[];
-    auto& sh = *reinterpret_cast<MidShared<COLUMNS, STAGES, X_SLOTS>*>((reinterpret_cast<uintptr_t>(shared_bytes) + 1023) & ~uintptr_t(1023));
+    auto& sh = *reinterpret_cast<MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>*>((reinterpret_cast<uintptr_t>(shared_bytes) + 1023) & ~uintptr_t(1023));
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(&sh.full[i], 1), barrier_init(&sh.empty[i], MULTIPLIERS / 32);
         for (int i = 0; i < X_SLOTS; ++i) barrier_init(&sh.x_full[i], 1);
-        barrier_init(&sh.sums_full, 1), barrier_init(&sh.sums_empty, QUAD * MULTIPLIERS / 32);
+        barrier_init(&sh.sums_full, 1), barrier_init(&sh.sums_empty, RANKS * MULTIPLIERS / 32);
     }
     __syncwarp();
-    announce_to_quad();
+    announce_to_cluster();
     __syncthreads();
-    const Range range(p);
+    const Range<RANKS> range(p);
     const bool keeps_x = range.panel_end - range.panel <= X_SLOTS;
     if (threadIdx.x < MULTIPLIERS) {
         wait_for_previous_kernel();
         release_next_kernel();
-        multiply<T, COLUMNS, STAGES, X_SLOTS, GATED>(sh, p, range, keeps_x);
+        multiply<T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED>(sh, p, range, keeps_x);
     } else {
-        if (threadIdx.x == MULTIPLIERS) feed<COLUMNS, STAGES, X_SLOTS, GATED>(sh, p, range, keeps_x);
+        if (threadIdx.x == MULTIPLIERS) feed<COLUMNS, STAGES, X_SLOTS, RANKS, GATED>(sh, p, range, keeps_x);
         __syncwarp();
-        await_quad();
+        await_cluster();
     }
 }
 
 #else
 
-template <class T, int COLUMNS, int STAGES, int X_SLOTS, bool GATED> __device__ __forceinline__ void linear_mid(const LinearMidParams&) {}
+template <class T, int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED> __device__ __forceinline__ void linear_mid(const LinearMidParams&) {}
 
 #endif
 
 } // namespace pagemill
 
-#define LINEAR_MID_KERNEL(name, T, COLUMNS, STAGES, X_SLOTS, GATED)                                                 \
-    extern "C" __global__ void __launch_bounds__(pagemill::MID_THREADS, 1) __cluster_dims__(pagemill::QUAD, 1, 1)   \
+#define LINEAR_MID_KERNEL(name, T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED)                                           \
+    extern "C" __global__ void __launch_bounds__(pagemill::MID_THREADS, 1) __cluster_dims__(RANKS, 1, 1)            \
         linear_mid_##name(const __grid_constant__ pagemill::LinearMidParams p) {                                    \
-        pagemill::linear_mid<pagemill::T, COLUMNS, STAGES, X_SLOTS, GATED>(p);                                      \
+        pagemill::linear_mid<pagemill::T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED>(p);                               \
     }
 
 #ifdef LINEAR_TUNE
-#define V(COLUMNS, STAGES, X_SLOTS)                                                                                 \
-    LINEAR_MID_KERNEL(m##COLUMNS##_s##STAGES##_x##X_SLOTS, Bf16, COLUMNS, STAGES, X_SLOTS, false)                   \
-    LINEAR_MID_KERNEL(gated_m##COLUMNS##_s##STAGES##_x##X_SLOTS, Bf16, COLUMNS, STAGES, X_SLOTS, true)
+#define V(COLUMNS, STAGES, X_SLOTS, RANKS)                                                                          \
+    LINEAR_MID_KERNEL(m##COLUMNS##_s##STAGES##_x##X_SLOTS##_r##RANKS, Bf16, COLUMNS, STAGES, X_SLOTS, RANKS, false) \
+    LINEAR_MID_KERNEL(gated_m##COLUMNS##_s##STAGES##_x##X_SLOTS##_r##RANKS, Bf16, COLUMNS, STAGES, X_SLOTS, RANKS, true)
 #include "bench/linear_mid_variants.inc"
 #else
 // `FORMS` in src/kernels/linear_mid.rs (measured best, NOTES.md).
 #define LINEAR_MID_FORM(name, T, COLUMNS, STAGES, X_SLOTS)                                                          \
-    LINEAR_MID_KERNEL(name##_m##COLUMNS, T, COLUMNS, STAGES, X_SLOTS, false)                                        \
-    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS, T, COLUMNS, STAGES, X_SLOTS, true)
+    LINEAR_MID_KERNEL(name##_m##COLUMNS##_r2, T, COLUMNS, STAGES, X_SLOTS, 2, false)                                \
+    LINEAR_MID_KERNEL(name##_m##COLUMNS##_r4, T, COLUMNS, STAGES, X_SLOTS, 4, false)                                \
+    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_r2, T, COLUMNS, STAGES, X_SLOTS, 2, true)                         \
+    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_r4, T, COLUMNS, STAGES, X_SLOTS, 4, true)
 #define LINEAR_MID_KERNELS(name, T)                                                                                 \
     LINEAR_MID_FORM(name, T, 16, 9, 32)                                                                             \
     LINEAR_MID_FORM(name, T, 32, 8, 16)                                                                             \
-    LINEAR_MID_FORM(name, T, 64, 4, 16)                                                                             \
+    LINEAR_MID_FORM(name, T, 64, 7, 7)                                                                              \
     LINEAR_MID_FORM(name, T, 128, 5, 5)
 LINEAR_MID_KERNELS(bf16, Bf16)
 LINEAR_MID_KERNELS(f16, F16)

@@ -9,14 +9,14 @@ using Bf = __nv_bfloat16;
 
 struct Variant {
     const char* name;
-    int columns, stages, x_slots;
+    int columns, stages, x_slots, ranks;
     bool gated;
     void (*kernel)(LinearMidParams);
 };
 #undef V
-#define V(M, S, X)                                                        \
-    {"m" #M " s" #S " x" #X, M, S, X, false, linear_mid_m##M##_s##S##_x##X}, \
-    {"m" #M " s" #S " x" #X, M, S, X, true, linear_mid_gated_m##M##_s##S##_x##X},
+#define V(M, S, X, R)                                                                         \
+    {"m" #M " s" #S " x" #X " r" #R, M, S, X, R, false, linear_mid_m##M##_s##S##_x##X##_r##R}, \
+    {"m" #M " s" #S " x" #X " r" #R, M, S, X, R, true, linear_mid_gated_m##M##_s##S##_x##X##_r##R},
 static const Variant VARIANTS[] = {
 #include "linear_mid_variants.inc"
 };
@@ -45,7 +45,7 @@ struct Work {
     void* y[3];
     uint32_t y_type, activation;
 };
-static int max_clusters;
+static int max_clusters[5]; // by ranks
 
 /// The launch's params; `grid` gets its thread blocks. As in src/kernels/linear_mid.rs.
 static LinearMidParams params_of(const Variant& v, const Work& w, int& grid) {
@@ -58,7 +58,7 @@ static LinearMidParams params_of(const Variant& v, const Work& w, int& grid) {
         p.num_slabs += (w.n[i] + 63) / 64;
     }
     p.m = w.m, p.num_panels = (w.c + 63) / 64, p.y_type = w.y_type, p.activation = w.activation;
-    grid = 4 * std::min<int>(p.num_slabs, max_clusters);
+    grid = v.ranks * std::min<int>(p.num_slabs, max_clusters[v.ranks]);
     return p;
 }
 static size_t shared_of(const Variant& v) {
@@ -85,7 +85,7 @@ static int checks = 0;
 static void check(const Variant& v, int m, int n, int c, uint32_t y_type, bool parts, uint32_t activation) {
     Work w = {m, c};
     int sizes[3] = {n, v.gated ? n : parts ? n / 3 + 1 : 0, !v.gated && parts ? 40 : 0};
-    Buffer<Bf> x(size_t(m) * c), w0(size_t(n) * c), w1(size_t(n) * c), w2(size_t(n) * c);
+    Buffer<Bf> x(size_t(m) * c), w0(size_t(n) * c), w1(size_t(n) * c), w2(size_t(n + 40) * c);
     Buffer<float> bias(n + 40);
     uint64_t seed = m * 1000003 + n * 101 + c;
     x.fill(seed, 1), w0.fill(seed + 1, 0.05f), w1.fill(seed + 2, 0.05f), w2.fill(seed + 4, 0.05f), bias.fill(seed + 3, 1);
@@ -118,7 +118,7 @@ static void check(const Variant& v, int m, int n, int c, uint32_t y_type, bool p
 }
 
 /// Rows of all variants and numbers of tokens: the same bits.
-static void check_bits(bool gated, int n, int c) {
+static void check_bits(bool gated, int ranks, int n, int c) {
     Buffer<Bf> x(size_t(256) * c), w0(size_t(n) * c), w1(size_t(n) * c);
     Buffer<float> y(size_t(256) * n);
     x.fill(5, 1), w0.fill(6, 0.05f), w1.fill(7, 0.05f);
@@ -126,13 +126,13 @@ static void check_bits(bool gated, int n, int c) {
     int differing = 0, compared = 0;
     for (const Variant& v : VARIANTS)
         for (int m : {128, 100, 64, 33, 16, 7, 1}) {
-            if (v.gated != gated || m > v.columns) continue;
-            const int all_clusters = max_clusters;
-            if (m == 33 || m == 1) max_clusters = 7;
+            if (v.gated != gated || v.ranks != ranks || m > v.columns) continue;
+            const int all_clusters = max_clusters[v.ranks];
+            if (m == 33 || m == 1) max_clusters[v.ranks] = 7;
             Work w = {m, c, x.ptr, {w0.ptr, gated ? w1.ptr : nullptr, nullptr}, {n, gated ? n : 0, 0}, nullptr, {y.ptr, nullptr, nullptr}, 0, 0};
             int grid;
             LinearMidParams p = params_of(v, w, grid);
-            max_clusters = all_clusters;
+            max_clusters[v.ranks] = all_clusters;
             y.poison();
             run(v, p, grid, 0, false);
             CHECK(cudaDeviceSynchronize());
@@ -144,7 +144,7 @@ static void check_bits(bool gated, int n, int c) {
             } else if (memcmp(want.data(), got.data(), got.size() * 4)) ++differing;
             ++compared;
         }
-    printf("bits, gated %d, n %d, c %d: %d of %d runs differ\n", gated, n, c, differing, compared);
+    printf("bits, gated %d, ranks %d, n %d, c %d: %d of %d runs differ\n", gated, ranks, n, c, differing, compared);
     failures += differing;
 }
 
@@ -161,21 +161,24 @@ int main(int argc, char**) {
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
     for (const Variant& v : VARIANTS) CHECK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_of(v)));
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(prop.multiProcessorCount / 4 * 4), config.blockDim = dim3(288), config.dynamicSmemBytes = shared_of(VARIANTS[0]);
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim.x = 4, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-    config.attrs = &attribute, config.numAttrs = 1;
-    CHECK(cudaOccupancyMaxActiveClusters(&max_clusters, VARIANTS[0].kernel, &config));
-    printf("%d clusters of 4 at once\n", max_clusters);
-    if (max_clusters < 1) return 1;
+    for (int i : {0, 2}) {
+        const Variant& v = VARIANTS[i];
+        cudaLaunchConfig_t config = {};
+        cudaLaunchAttribute attribute = {};
+        attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim.x = v.ranks, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+        config.gridDim = dim3(prop.multiProcessorCount / v.ranks * v.ranks), config.blockDim = dim3(288), config.dynamicSmemBytes = shared_of(v);
+        config.attrs = &attribute, config.numAttrs = 1;
+        CHECK(cudaOccupancyMaxActiveClusters(&max_clusters[v.ranks], v.kernel, &config));
+        printf("%d clusters of %d at once\n", max_clusters[v.ranks], v.ranks);
+        if (max_clusters[v.ranks] < 1) return 1;
+    }
     for (const Variant& v : VARIANTS)
         for (int m : {v.columns, v.columns / 2 + 1, 1}) {
             check(v, m, 4096, 4096, 2, false, 0), check(v, m, 1001, 896, 0, true, 1);
             if (brief) continue;
             check(v, m, 17, 64, 2, true, 1), check(v, m, 1502, 8000, 2, true, 0), check(v, m, 40000, 104, 0, false, 0);
         }
-    if (!brief) for (auto [n, c] : {std::pair{6144, 4096}, {4096, 14336}, {1000, 896}, {30000, 64}}) check_bits(false, n, c), check_bits(true, n, c);
+    if (!brief) for (auto [n, c] : {std::pair{6144, 4096}, {4096, 14336}, {1000, 896}, {30000, 64}}) for (int ranks : {2, 4}) check_bits(false, ranks, n, c), check_bits(true, ranks, n, c);
     printf("linear_mid: %d checks, %d failed\n", checks, failures);
     if (brief) return failures;
 

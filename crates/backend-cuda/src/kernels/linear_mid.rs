@@ -7,8 +7,8 @@ use super::{Half, Launch};
 pub(crate) const MAX_PARTS: usize = 3;
 /// Tokens that a launch takes at most.
 pub(crate) const MAX_TOKENS: u32 = 128;
-/// Thread blocks of a cluster: `QUAD`.
-pub(crate) const QUAD: u32 = 4;
+/// Into how many parts C is cut: thread blocks of a cluster.
+pub(crate) const RANKS: [u32; 2] = [2, 4];
 /// Rows of W in a slab, and elements of C in a panel: a box that the copy engine brings.
 pub(crate) const SLAB_ROWS: u32 = 64;
 /// See [`SLAB_ROWS`].
@@ -63,6 +63,14 @@ pub(crate) fn num_slabs(outputs: &[u32]) -> Option<u32> {
     (slabs > 0 && slabs < 1 << 20).then_some(slabs)
 }
 
+/// In how many parts C is cut for so many slabs, if the chip has `max_clusters` at once by [`RANKS`]: that which gives the
+/// busiest thread block the least, of equals the more. Follows from the weights' shapes and the chip alone, so that
+/// the sums of a row do not depend on how many there are.
+pub(crate) fn ranks_for(num_slabs: u32, max_clusters: [u32; 2]) -> u32 {
+    let [two, four] = max_clusters.map(|clusters| num_slabs.div_ceil(clusters.max(1)));
+    if two * 2 < four { RANKS[0] } else { RANKS[1] }
+}
+
 /// Whether the copy engine can read a weight of `c` columns at this address, and an x of as many.
 pub(crate) fn is_readable(weight: u64, c: u32) -> bool {
     (weight | u64::from(c) * 2).is_multiple_of(ALIGNMENT)
@@ -79,6 +87,7 @@ pub(crate) struct LinearMidVariant {
     weight: Half,
     /// Columns of the product: tokens that it takes at most.
     columns: u32,
+    ranks: u32,
     gated: bool,
 }
 
@@ -95,7 +104,7 @@ struct Form {
 const FORMS: [Form; 4] = [
     Form { columns: 16, stages: 9, x_slots: 32 },
     Form { columns: 32, stages: 8, x_slots: 16 },
-    Form { columns: 64, stages: 4, x_slots: 16 },
+    Form { columns: 64, stages: 7, x_slots: 7 },
     Form { columns: MAX_TOKENS, stages: 5, x_slots: 5 },
 ];
 
@@ -103,15 +112,18 @@ impl LinearMidVariant {
     /// Every compiled form.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
         let weights = [Half::Bf16, Half::F16].into_iter();
-        weights.flat_map(|weight| {
-            FORMS.iter().flat_map(move |form| [false, true].map(|gated| Self { weight, columns: form.columns, gated }))
-        })
+        let of_weight = |weight| RANKS.into_iter().flat_map(move |ranks| of_ranks(weight, ranks));
+        fn of_ranks(weight: Half, ranks: u32) -> impl Iterator<Item = LinearMidVariant> {
+            let form = move |form: &Form, gated| LinearMidVariant { weight, columns: form.columns, ranks, gated };
+            FORMS.iter().flat_map(move |of| [form(of, false), form(of, true)])
+        }
+        weights.flat_map(of_weight)
     }
 
-    /// The form for `m` tokens, at most [`MAX_TOKENS`]: of any number a row has the same sums.
-    pub(crate) fn for_tokens(weight: Half, m: u32, gated: bool) -> Option<Self> {
+    /// The form for `m` tokens, at most [`MAX_TOKENS`]: whichever it is, a row has the same sums by the same `ranks`.
+    pub(crate) fn for_tokens(weight: Half, m: u32, ranks: u32, gated: bool) -> Option<Self> {
         let form = FORMS.iter().find(|form| m <= form.columns).filter(|_| m > 0)?;
-        Some(Self { weight, columns: form.columns, gated })
+        Some(Self { weight, columns: form.columns, ranks, gated })
     }
 
     fn form(&self) -> &'static Form {
@@ -121,7 +133,12 @@ impl LinearMidVariant {
     /// The kernel's name.
     pub(crate) fn name(&self) -> String {
         let gated = if self.gated { "gated_" } else { "" };
-        format!("linear_mid_{gated}{}_m{}", self.weight.name(), self.columns)
+        format!("linear_mid_{gated}{}_m{}_r{}", self.weight.name(), self.columns, self.ranks)
+    }
+
+    /// Thread blocks of a cluster.
+    pub(crate) fn ranks(&self) -> u32 {
+        self.ranks
     }
 
     /// Tokens that it takes at most.
@@ -134,14 +151,18 @@ impl LinearMidVariant {
         let form = self.form();
         let weights = form.stages * 2 * SLAB_ROWS * PANEL_COLS * 2;
         let x = form.x_slots * self.columns * PANEL_COLS * 2;
-        let sums = 2 * QUAD * (SLAB_ROWS / QUAD) * self.columns * 4;
+        let sums = 2 * SLAB_ROWS * self.columns * 4;
         let barriers = (2 * form.stages + form.x_slots + 2) * 8;
         weights + x + sums + barriers + 1024
     }
 
     /// The launch over `num_slabs` slabs, at most `max_clusters` clusters of thread blocks at once.
     pub(crate) fn launch(&self, num_slabs: u32, max_clusters: u32) -> Launch {
-        Launch { grid: (QUAD * num_slabs.min(max_clusters), 1), threads: THREADS, shared_bytes: self.shared_bytes() }
+        Launch {
+            grid: (self.ranks * num_slabs.min(max_clusters), 1),
+            threads: THREADS,
+            shared_bytes: self.shared_bytes(),
+        }
     }
 }
 
@@ -152,27 +173,37 @@ mod tests {
 
     #[test]
     fn slabs_are_shared_out() {
-        // q, k and v of an 8B Llama: three slabs for each of 32 clusters.
+        // q, k and v of an 8B Llama.
         let qkv = num_slabs(&[4096, 1024, 1024]).unwrap();
         assert_eq!(qkv, 96);
-        let variant = LinearMidVariant::for_tokens(Half::Bf16, 8, false).unwrap();
-        assert_eq!(variant.launch(qkv, 32).grid, (128, 1));
+        let variant = LinearMidVariant::for_tokens(Half::Bf16, 8, 4, false).unwrap();
+        assert_eq!(variant.launch(qkv, 30).grid, (120, 1));
         assert_eq!(num_slabs(&[1, 0, 0]), Some(1));
-        assert_eq!(variant.launch(1, 32).grid, (4, 1), "no cluster is without work");
+        assert_eq!(variant.launch(1, 30).grid, (4, 1), "no cluster is without work");
         assert_eq!(num_slabs(&[17, 1, 300]), Some(1 + 1 + 5), "a slab belongs to one part");
         assert_eq!(num_slabs(&[0, 0, 0]), None);
         assert_eq!(num_slabs(&[u32::MAX, 1, 1]), None);
     }
 
     #[test]
+    fn the_busiest_thread_block_has_the_least() {
+        let h200 = [66, 30];
+        assert_eq!(ranks_for(64, h200), 2, "half a slab, not three quarters");
+        assert_eq!(ranks_for(2004, h200), 2, "31 halves, not 67 quarters");
+        assert_eq!(ranks_for(96, h200), 4, "four quarters are two halves, and less of x");
+        assert_eq!(ranks_for(1, h200), 4);
+    }
+
+    #[test]
     fn the_narrowest_form_takes_the_tokens() {
-        let name = |m| LinearMidVariant::for_tokens(Half::Bf16, m, false).map(|variant| variant.name());
-        assert_eq!(name(0), None);
-        assert_eq!(name(1).unwrap(), "linear_mid_bf16_m16");
-        assert_eq!(name(17).unwrap(), "linear_mid_bf16_m32");
-        assert_eq!(name(MAX_TOKENS).unwrap(), "linear_mid_bf16_m128");
-        assert_eq!(name(MAX_TOKENS + 1), None);
-        assert_eq!(LinearMidVariant::for_tokens(Half::F16, 64, true).unwrap().name(), "linear_mid_gated_f16_m64");
+        let of = |m| LinearMidVariant::for_tokens(Half::Bf16, m, 2, false).map(|variant| variant.name());
+        assert_eq!(of(0), None);
+        assert_eq!(of(1).unwrap(), "linear_mid_bf16_m16_r2");
+        assert_eq!(of(17).unwrap(), "linear_mid_bf16_m32_r2");
+        assert_eq!(of(MAX_TOKENS).unwrap(), "linear_mid_bf16_m128_r2");
+        assert_eq!(of(MAX_TOKENS + 1), None);
+        let gated = LinearMidVariant::for_tokens(Half::F16, 64, 4, true).unwrap();
+        assert_eq!(gated.name(), "linear_mid_gated_f16_m64_r4");
     }
 
     #[test]
@@ -182,7 +213,7 @@ mod tests {
             assert!(variant.columns() <= 256 && variant.columns().is_multiple_of(16), "{variant:?}: a box of x");
             assert!(variant.form().stages <= variant.form().x_slots, "{variant:?}: a stage has a slot of x");
         }
-        assert_eq!(LinearMidVariant::all().count(), 2 * 2 * FORMS.len());
+        assert_eq!(LinearMidVariant::all().count(), 2 * 2 * 2 * FORMS.len());
     }
 
     #[test]

@@ -9,7 +9,7 @@ use crate::check::Elem;
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::kernels::linear_mid::{
-    self, LinearMidParams, LinearMidPart, LinearMidVariant, MAX_PARTS, MAX_TOKENS, PANEL_COLS, QUAD, SLAB_ROWS,
+    self, LinearMidParams, LinearMidPart, LinearMidVariant, MAX_PARTS, MAX_TOKENS, PANEL_COLS, RANKS, SLAB_ROWS,
 };
 use crate::kernels::{GateActivation, Half};
 use crate::rows::Function;
@@ -21,16 +21,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// The image that has the kernel's body.
 const HOPPER_TARGET: &str = "sm_90a";
 
-/// A compiled form on this device.
-struct Loaded {
-    function: Function,
-    /// Clusters that are there at once.
-    max_clusters: u32,
-}
-
 /// The kernel's forms.
 pub(crate) struct MidKernels {
-    forms: HashMap<LinearMidVariant, Loaded>,
+    functions: HashMap<LinearMidVariant, Function>,
+    /// Clusters that are there at once, of every form with so many [`RANKS`].
+    max_clusters: [u32; 2],
     launches: AtomicU64,
 }
 
@@ -43,15 +38,19 @@ impl MidKernels {
         if kernels.target() != HOPPER_TARGET {
             return Ok(None);
         }
-        let load = |variant: LinearMidVariant| {
-            let launch = variant.launch(u32::MAX, word(device.num_multiprocessors()) / QUAD);
+        let mut functions = HashMap::new();
+        let mut max_clusters = [u32::MAX; 2];
+        for variant in LinearMidVariant::all() {
+            let launch = variant.launch(u32::MAX, word(device.num_multiprocessors()) / variant.ranks());
             let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
-            let max_clusters = device.max_clusters(function, QUAD, &launch)?;
-            Ok((variant, Loaded { function: Function(function), max_clusters }))
-        };
-        let forms = LinearMidVariant::all().map(load).collect::<Result<HashMap<_, _>, BackendError>>()?;
-        let fits = forms.values().all(|form| form.max_clusters > 0);
-        Ok(fits.then(|| Self { forms, launches: AtomicU64::new(0) }))
+            let clusters = device.max_clusters(function, variant.ranks(), &launch)?;
+            for (most, _) in max_clusters.iter_mut().zip(RANKS).filter(|(_, ranks)| *ranks == variant.ranks()) {
+                *most = clusters.min(*most);
+            }
+            functions.insert(variant, Function(function));
+        }
+        let fits = max_clusters.iter().all(|&clusters| clusters > 0);
+        Ok(fits.then(|| Self { functions, max_clusters, launches: AtomicU64::new(0) }))
     }
 
     /// Launches so far, recorded ones counted once.
@@ -162,6 +161,9 @@ impl LinearOps {
         let mid = self.mid.as_ref().ok_or_else(broken)?;
         let gated = task.gate.is_some();
         let num_slabs = linear_mid::num_slabs(&task.parts.map(|part| part.n)).ok_or_else(broken)?;
+        let ranks = linear_mid::ranks_for(num_slabs, mid.max_clusters);
+        let [two, four] = mid.max_clusters;
+        let max_clusters = if ranks == RANKS[0] { two } else { four };
         let map = |address: u64, rows: usize, box_rows: u32| {
             let shape = MapShape {
                 dims: [u64::from(task.cols), rows as u64],
@@ -177,8 +179,9 @@ impl LinearOps {
         let piece = MAX_TOKENS as usize;
         for first in (0..task.num_tokens).step_by(piece) {
             let num_tokens = piece.min(task.num_tokens - first);
-            let variant = LinearMidVariant::for_tokens(task.weight, word(num_tokens), gated).ok_or_else(broken)?;
-            let Loaded { function, max_clusters } = mid.forms.get(&variant).ok_or_else(broken)?;
+            let variant =
+                LinearMidVariant::for_tokens(task.weight, word(num_tokens), ranks, gated).ok_or_else(broken)?;
+            let function = mid.functions.get(&variant).ok_or_else(broken)?;
             let mut parts = task.parts;
             for part in &mut parts {
                 part.y += (first * part.y_stride as usize * task.elem.dtype().block_bytes()) as u64;
@@ -194,7 +197,7 @@ impl LinearOps {
                 y_type: activation_type(task.elem),
                 activation: task.gate.map_or(0, |gate| gate as u32),
             };
-            let launch = variant.launch(num_slabs, *max_clusters);
+            let launch = variant.launch(num_slabs, max_clusters);
             mid.launches.fetch_add(1, Ordering::Relaxed);
             // SAFETY: the struct is the kernel's; the op checked the shapes of x, weights, biases and outputs. Before
             // its wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets

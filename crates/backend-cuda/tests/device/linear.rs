@@ -21,7 +21,7 @@ fn scales(dtype: DType) -> &'static [usize] {
 }
 
 /// Random bytes of a weight whose elements are about a hundredth to ten.
-fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+pub fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
     let values = |random: &mut Random| random.normal(rows * cols);
     match dtype {
         DType::F32 => values(random).iter().flat_map(|x| x.to_le_bytes()).collect(),
@@ -40,7 +40,7 @@ fn stored(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8
     }
 }
 
-fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
+pub fn load(backend: &dyn Backend, dtype: DType, rows: usize, cols: usize, bytes: &[u8]) -> Weight {
     let row_bytes = dtype.row_bytes(cols).unwrap();
     let desc = WeightDesc { name: format!("{dtype}"), dtype, rows, cols };
     backend
@@ -60,7 +60,7 @@ fn product_tolerance(activations: Activations, dtype: DType) -> f32 {
     }
 }
 
-fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
+pub fn product(backend: &dyn Backend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
     let mut out = poisoned(backend, x.rows(), weight.rows());
     backend.linear(x, &mut [LinearPart { weight, bias, out: &mut out }]).unwrap();
     host(backend, &out)
@@ -185,10 +185,10 @@ fn a_large_weight_arrives_whole() {
     }
 }
 
-const HALVES: [DType; 2] = [DType::BF16, DType::F16];
+pub const HALVES: [DType; 2] = [DType::BF16, DType::F16];
 
 /// The stored bytes of these elements.
-fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
+pub fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F16 => elements.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
         _ => elements.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
@@ -196,17 +196,17 @@ fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
 }
 
 /// Normal elements of deviation `1 / sqrt(cols)`: a product with rows of deviation 1 has deviation 1.
-fn levelled(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+pub fn levelled(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
     let scale = 1.0 / (cols as f32).sqrt();
     halves(dtype, &random.normal(rows * cols).iter().map(|x| x * scale).collect::<Vec<_>>())
 }
 
-fn bits(x: &[f32]) -> Vec<u32> {
+pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
 /// A place full of NaN for a product: f32, or the device's type.
-fn place(backend: &dyn Backend, rows: usize, cols: usize, is_f32: bool) -> Tensor {
+pub fn place(backend: &dyn Backend, rows: usize, cols: usize, is_f32: bool) -> Tensor {
     match is_f32 {
         true => tensor(backend, rows, cols, &vec![f32::NAN; rows * cols]),
         false => poisoned(backend, rows, cols),
@@ -359,7 +359,7 @@ fn unlike_products_do_not_share_a_launch() {
 }
 
 /// Weights of an MLP as stored, `[F, C]` twice and `[D, F]`.
-struct StoredMlp {
+pub struct StoredMlp {
     dtype: DType,
     inner: usize,
     cols: usize,
@@ -369,7 +369,7 @@ struct StoredMlp {
 
 impl StoredMlp {
     /// Down is the identity: what comes out is what the gate lets through.
-    fn new(dtype: DType, inner: usize, cols: usize, has_bias: bool, random: &mut Random) -> Self {
+    pub fn new(dtype: DType, inner: usize, cols: usize, has_bias: bool, random: &mut Random) -> Self {
         let mut down = vec![0.0; inner * inner];
         down.iter_mut().step_by(inner + 1).for_each(|x| *x = 1.0);
         let mut projection = || levelled(dtype, inner, cols, random);
@@ -377,7 +377,7 @@ impl StoredMlp {
         Self { dtype, inner, cols, bytes, bias: has_bias.then(|| random.normal(inner)) }
     }
 
-    fn run<T>(&self, backend: &dyn Backend, act: Activation, run: impl FnOnce(&MlpWeights<'_>) -> T) -> T {
+    pub fn run<T>(&self, backend: &dyn Backend, act: Activation, run: impl FnOnce(&MlpWeights<'_>) -> T) -> T {
         let (dtype, inner) = (self.dtype, self.inner);
         let gate = load(backend, dtype, inner, self.cols, &self.bytes[0]);
         let up = load(backend, dtype, inner, self.cols, &self.bytes[1]);

@@ -6,6 +6,7 @@
 mod attention;
 mod linear;
 mod loading;
+mod linear_mid;
 mod rows;
 mod support;
 mod zoo;

@@ -1,14 +1,14 @@
-// Four thread blocks of a kernel as a cluster: their barriers and each other's shared memory. Decides nothing.
+// Thread blocks of a kernel as a cluster: their barriers and each other's shared memory. Decides nothing.
 #pragma once
 #include "warpgroup.cuh"
 
 namespace pagemill {
 
-/// Says that this thread's barriers are ready for the others; to be followed by `await_quad`.
-__device__ __forceinline__ void announce_to_quad() {
+/// Says that this thread's barriers are ready for the others; to be followed by `await_cluster`.
+__device__ __forceinline__ void announce_to_cluster() {
     asm volatile("fence.mbarrier_init.release.cluster; barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void await_quad() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ void await_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 /// The address of thread block `rank`'s `p`, where `p` is this one's.
 __device__ __forceinline__ uint32_t address_at(const void* p, uint32_t rank) {
@@ -26,7 +26,7 @@ __device__ __forceinline__ void send16(uint32_t to, float4 v, uint32_t bar) {
                  ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(bar) : "memory");
 }
 /// As `barrier_wait`, where others arrived or sent.
-__device__ __forceinline__ void barrier_wait_for_quad(uint64_t* bar, uint32_t parity) {
+__device__ __forceinline__ void barrier_wait_for_cluster(uint64_t* bar, uint32_t parity) {
     asm volatile("{ .reg .pred done; again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1; @!done bra again; }"
                  ::"r"(shared_address(bar)), "r"(parity) : "memory");
 }
