@@ -13,6 +13,10 @@ pub(crate) const RANKS: [u32; 2] = [2, 4];
 pub(crate) const SLAB_ROWS: u32 = 64;
 /// See [`SLAB_ROWS`].
 pub(crate) const PANEL_COLS: u32 = 64;
+/// Fewer are `linear_small`'s.
+const MIN_TOKENS: usize = 9;
+/// More are the library's, where the sums need not be the same for any number.
+const MAX_TOKENS_CHOSEN: usize = 64;
 const THREADS: u32 = 288;
 /// Weights lie on multiples of so many bytes, and rows do; x does in any case, as all temporaries.
 const ALIGNMENT: u64 = 16;
@@ -76,9 +80,15 @@ pub(crate) fn is_readable(weight: u64, c: u32) -> bool {
     (weight | u64::from(c) * 2).is_multiple_of(ALIGNMENT)
 }
 
-/// Whether this kernel takes less time than the others.
-pub(crate) fn is_faster(num_tokens: usize, n: u32, c: u32, gated: bool) -> bool {
-    num_tokens > 8 && num_tokens <= 128 && n > 0 && c > 0 && !gated
+/// Whether this kernel takes less time than the others for so many products of one x. The library has a launch for
+/// each of them, and wins where it needs but one.
+pub(crate) fn is_faster(num_tokens: usize, num_parts: usize) -> bool {
+    num_parts > 1 && (MIN_TOKENS..=MAX_TOKENS_CHOSEN).contains(&num_tokens)
+}
+
+/// The same of gate, up and the activation, which the library needs three launches for.
+pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
+    (MIN_TOKENS..=MAX_TOKENS_CHOSEN).contains(&num_tokens)
 }
 
 /// A compiled form of the kernel.
@@ -214,6 +224,13 @@ mod tests {
             assert!(variant.form().stages <= variant.form().x_slots, "{variant:?}: a stage has a slot of x");
         }
         assert_eq!(LinearMidVariant::all().count(), 2 * 2 * 2 * FORMS.len());
+    }
+
+    #[test]
+    fn taken_where_it_is_the_fastest() {
+        assert!(is_faster(9, 3) && is_faster(64, 2) && !is_faster(64, 1), "one product is the library's");
+        assert!(!is_faster(8, 3) && !is_faster(65, 3));
+        assert!(is_faster_gated(9) && is_faster_gated(64) && !is_faster_gated(8) && !is_faster_gated(65));
     }
 
     #[test]

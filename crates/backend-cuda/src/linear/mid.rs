@@ -75,24 +75,23 @@ struct MidTask<'a> {
 }
 
 impl LinearOps {
-    /// The type of a weight that `linear_mid` takes for so many tokens.
-    fn mid_weight(&self, num_tokens: usize, matrix: Matrix<'_>, gated: bool) -> Option<Half> {
+    /// The type of a weight that `linear_mid` reads.
+    fn mid_weight(&self, matrix: Matrix<'_>) -> Option<Half> {
         let half = half_of(matrix.weight.dtype).filter(|_| self.mid.is_some())?;
-        let (rows, cols) = (word(matrix.rows), word(matrix.cols));
-        let is_readable = linear_mid::is_readable(matrix.weight.address(), cols);
-        let is_counted = linear_mid::num_slabs(&[rows; MAX_PARTS]).is_some();
-        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, rows, cols, gated);
-        (is_readable && is_counted && is_chosen).then_some(half)
+        let is_readable = linear_mid::is_readable(matrix.weight.address(), word(matrix.cols));
+        let is_counted = linear_mid::num_slabs(&[word(matrix.rows); MAX_PARTS]).is_some();
+        (is_readable && is_counted).then_some(half)
     }
 
     /// How many of the first products `linear_mid` takes in one launch.
     pub(super) fn mid_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(Half, usize)> {
         let (first, others) = products.split_first()?;
-        let half = self.mid_weight(num_tokens, first.matrix, false)?;
-        let joins = |other: &&Product<'_>| {
-            other.out.elem == first.out.elem && self.mid_weight(num_tokens, other.matrix, false) == Some(half)
-        };
-        Some((half, 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count()))
+        let half = self.mid_weight(first.matrix)?;
+        let joins =
+            |other: &&Product<'_>| other.out.elem == first.out.elem && self.mid_weight(other.matrix) == Some(half);
+        let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
+        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, count);
+        is_chosen.then_some((half, count))
     }
 
     /// Products that [`Self::mid_launch`] counted, biases included.
@@ -125,8 +124,9 @@ impl LinearOps {
     /// The type of gate and up, if `linear_mid` takes them together for so many tokens.
     pub(super) fn mid_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<Half> {
         let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
-        let (gate, up) = (self.mid_weight(num_tokens, gate, true), self.mid_weight(num_tokens, up, true));
-        gate.filter(|_| alike && up == gate)
+        let (gate, up) = (self.mid_weight(gate), self.mid_weight(up));
+        let is_chosen = self.deterministic || linear_mid::is_faster_gated(num_tokens);
+        gate.filter(|_| alike && up == gate && is_chosen)
     }
 
     /// `act(x · gateᵀ) * (x · upᵀ)` of what [`Self::mid_gated`] takes.

@@ -477,7 +477,13 @@ fn a_gated_layer_behind_a_sum_and_a_norm() {
 
 /// Ten products, each of the one before, through two places in turn, and one more of the last into `end`; `between`
 /// runs after each.
-fn chain(gpu: &CudaBackend, weights: &[Weight], places: &mut [Tensor; 2], end: &mut Tensor, between: impl Fn(&Tensor)) {
+pub fn chain(
+    gpu: &CudaBackend,
+    weights: &[Weight],
+    places: &mut [Tensor; 2],
+    end: &mut Tensor,
+    between: impl Fn(&Tensor),
+) {
     for (nth, weight) in weights.iter().cycle().take(10).enumerate() {
         let [even, odd] = &mut *places;
         let (x, out) = if nth % 2 == 0 { (&*even, odd) } else { (&*odd, even) };
@@ -487,7 +493,7 @@ fn chain(gpu: &CudaBackend, weights: &[Weight], places: &mut [Tensor; 2], end: &
     gpu.linear(&places[0], &mut [LinearPart { weight: &weights[0], bias: None, out: end }]).unwrap();
 }
 
-fn square_weights(gpu: &CudaBackend, side: usize, random: &mut Random) -> Vec<Weight> {
+pub fn square_weights(gpu: &CudaBackend, side: usize, random: &mut Random) -> Vec<Weight> {
     (0..4).map(|_| load(gpu, DType::BF16, side, side, &levelled(DType::BF16, side, side, random))).collect()
 }
 

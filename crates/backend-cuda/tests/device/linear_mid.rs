@@ -1,6 +1,6 @@
 //! Products of some ten to some hundred tokens, and those whose bits must not depend on company.
 
-use crate::linear::{HALVES, StoredMlp, bits, levelled, load, place, product};
+use crate::linear::{HALVES, StoredMlp, bits, chain, levelled, load, place, product, square_weights, stored};
 use crate::support::{Random, activation, assert_close, deterministic_gpu, gpu, host, poisoned, rounded, scalar};
 use pagemill_backend::{Activation, Backend, DType, LinearInput, LinearPart, Tensor, Weight};
 use pagemill_backend_cuda::{Activations, CudaBackend};
@@ -132,7 +132,7 @@ fn what_the_kernel_for_some_tokens_does_not_take() {
     let Some(gpu) = deterministic_gpu(Activations::Bf16) else { return };
     let mut random = Random::new(3);
     for (dtype, cols) in [(DType::BF16, 100), (DType::F32, 64)] {
-        let bytes = crate::linear::stored(dtype, 48, cols, &mut random);
+        let bytes = stored(dtype, 48, cols, &mut random);
         let weight = load(&gpu, dtype, 48, cols, &bytes);
         let x = activation(&gpu, 20, cols, &random.normal(20 * cols));
         assert_eq!(counted(&gpu, &x, &weight, None, false).1, 0, "{dtype}, {cols} columns");
@@ -144,10 +144,41 @@ fn what_the_kernel_for_some_tokens_does_not_take() {
 fn some_tokens_take_the_fastest_kernel() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
     let mut random = Random::new(4);
-    let (rows, cols) = (4096, 4096);
-    let weight = load(&gpu, DType::BF16, rows, cols, &levelled(DType::BF16, rows, cols, &mut random));
-    for (tokens, ours) in [(1, false), (4, false), (16, true), (32, true), (64, true), (300, false)] {
+    let (rows, cols) = (1024, 896);
+    let bytes = levelled(DType::BF16, rows, cols, &mut random);
+    let weights = [0; 3].map(|_| load(&gpu, DType::BF16, rows, cols, &bytes));
+    for (tokens, ours) in [(8, false), (9, true), (64, true), (65, false)] {
         let x = activation(&gpu, tokens, cols, &random.normal(tokens * cols));
-        assert_eq!(counted(&gpu, &x, &weight, None, false).1, u64::from(ours), "{tokens} tokens");
+        let mut outs = [0; 3].map(|_| poisoned(&gpu, tokens, rows));
+        let mut parts: Vec<LinearPart<'_>> =
+            weights.iter().zip(&mut outs).map(|(weight, out)| LinearPart { weight, bias: None, out }).collect();
+        let before = gpu.mid_product_launches();
+        gpu.linear(&x, &mut parts).unwrap();
+        assert_eq!(gpu.mid_product_launches() - before, u64::from(ours), "{tokens} tokens");
+    }
+}
+
+/// Each kernel begins while the one before it still runs: it must not read, nor overwrite, too early.
+#[test]
+fn overlapped_launches_of_some_tokens_wait_for_one_another() {
+    let Some(gpu) = deterministic_gpu(Activations::Bf16) else { return };
+    // Fewer slabs than clusters, and more.
+    for side in [256, 2112, 8192] {
+        let mut random = Random::new(side as u64);
+        let weights = square_weights(&gpu, side, &mut random);
+        for tokens in [1, 20, 64, 128] {
+            let start = random.normal(tokens * side);
+            let run = |between: &dyn Fn(&Tensor)| {
+                let mut places = [activation(&gpu, tokens, side, &start), poisoned(&gpu, tokens, side)];
+                let mut end = gpu.temp(tokens, side).unwrap();
+                chain(&gpu, &weights, &mut places, &mut end, between);
+                bits(&host(&gpu, &end))
+            };
+            let want = run(&|x| drop(host(&gpu, x)));
+            assert!(want.iter().all(|&x| f32::from_bits(x).is_finite()));
+            for round in 0..10 {
+                assert!(run(&|_| ()) == want, "side {side}, {tokens} tokens, round {round}");
+            }
+        }
     }
 }
