@@ -149,9 +149,11 @@ __device__ __forceinline__ void feed(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>&
 
     Place ahead = {range.slab, range.panel};
     int filled = 0;
+#pragma unroll 1
     for (; ahead.slab < range.slab_end && filled < STAGES; next(ahead), ++filled) bring_weights(filled, ahead);
     wait_for_previous_kernel();
     if (keeps_x) {
+#pragma unroll 1
         for (uint32_t panel = range.panel; panel < range.panel_end; ++panel) {
             const int slot = panel - range.panel;
             barrier_expect(&sh.x_full[slot], COLUMNS * 128);
@@ -159,10 +161,12 @@ __device__ __forceinline__ void feed(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>&
         }
     } else {
         Place at = {range.slab, range.panel};
+#pragma unroll 1
         for (int stage = 0; stage < filled; ++stage, next(at)) bring_x(stage, at.panel, &sh.full[stage]);
     }
     int stage = 0;
     uint32_t parity = 0;
+#pragma unroll 1
     for (; ahead.slab < range.slab_end; next(ahead)) {
         barrier_wait(&sh.empty[stage], parity);
         bring_weights(stage, ahead);
@@ -192,6 +196,7 @@ template <int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED>
 __device__ __forceinline__ void finish(MidShared<COLUMNS, STAGES, X_SLOTS, RANKS>& sh, const LinearMidParams& p, uint32_t slab, uint32_t slabs, uint32_t rank) {
     // Fragments by 16 rows, then 8 columns.
     constexpr uint32_t BY_COLUMNS = COLUMNS / 8, FRAGMENTS = 4 / RANKS * BY_COLUMNS;
+#pragma unroll 1
     for (uint32_t i = threadIdx.x / 32; i < (GATED ? 1 : slabs) * FRAGMENTS; i += MULTIPLIERS / 32) {
         const uint32_t nth = i / FRAGMENTS, fragment = i % FRAGMENTS;
         uint32_t in_part = slab + nth;
@@ -219,6 +224,7 @@ __device__ __forceinline__ void multiply(MidShared<COLUMNS, STAGES, X_SLOTS, RAN
         const bool is_first = slab == range.slab, is_last = slab + STEP >= range.slab_end;
         const bool has_slab = warpgroup < slabs;
         float d[COLUMNS / 2] = {};
+#pragma unroll 1
         for (uint32_t panel = range.panel; panel < range.panel_end; ++panel) {
             const int slot = keeps_x ? panel - range.panel : stage;
             barrier_wait(&sh.full[stage], parity);
@@ -286,8 +292,13 @@ template <class T, int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED> 
 
 } // namespace pagemill
 
-#define LINEAR_MID_KERNEL(name, T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED)                                           \
-    extern "C" __global__ void __launch_bounds__(pagemill::MID_THREADS, 1) __cluster_dims__(RANKS, 1, 1)            \
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define MID_CLUSTER(RANKS) __cluster_dims__(RANKS, 1, 1)
+#else
+#define MID_CLUSTER(RANKS)
+#endif
+#define LINEAR_MID_KERNEL(name, T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED)                                          \
+    extern "C" __global__ void __launch_bounds__(pagemill::MID_THREADS, 1) MID_CLUSTER(RANKS)                       \
         linear_mid_##name(const __grid_constant__ pagemill::LinearMidParams p) {                                    \
         pagemill::linear_mid<pagemill::T, COLUMNS, STAGES, X_SLOTS, RANKS, GATED>(p);                               \
     }

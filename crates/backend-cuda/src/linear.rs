@@ -1,15 +1,17 @@
 //! Products with weights, and weights row by row: decides by the stored type and the number of tokens which way a
 //! product takes. Callers have checked shapes.
 //!
-//! | weight | few tokens | more |
-//! |---|---|---|
-//! | F16, BF16 | `linear_small.cu`, up to three products of one input at once | cuBLASLt |
-//! | F32 | cuBLASLt | cuBLASLt |
-//! | quantised | read as stored, widened in registers | widened to bf16 in pieces, then cuBLASLt |
+//! | weight | few tokens | some | more |
+//! |---|---|---|---|
+//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | cuBLASLt |
+//! | F32 | cuBLASLt | cuBLASLt | cuBLASLt |
+//! | quantised | read as stored, widened in registers | widened to bf16 in pieces, then cuBLASLt | the same |
 //!
-//! How many are few `kernels::linear_small` says for the first row; 8 elsewhere. What that kernel cannot read is
-//! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
-//! stored, whatever their number of tokens.
+//! Our kernels take up to three products of one input at once. How many tokens are few and some `kernels::linear_small`
+//! and `kernels::linear_mid` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
+//! that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as stored, whatever their
+//! number of tokens. Deterministic products of 16-bit weights are `linear_mid`'s for any number of tokens, where the
+//! chip has it and the copy engine reads them.
 
 mod mid;
 mod small;
