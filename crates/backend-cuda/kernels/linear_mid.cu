@@ -6,10 +6,9 @@
 // so that its many rows fill the tensor cores whatever M is, and x the B operand, one column a token. A panel is 64
 // elements of C (one swizzled row of shared memory); a slab 64 rows of W (one product's height).
 //
-// Two or four thread blocks (ranks) are a cluster and share slabs: each takes a half or a quarter of C, so that few rows
-// of W reach all multiprocessors, two slabs at a time, and sends its sums to the rank that owns the rows, which adds
-// them in the order of C. Clusters share the slabs out evenly. So a row's bits depend on its token, the weight and the
-// number of ranks only: not on M, nor on the form.
+// Two thread blocks (ranks) are a cluster and share slabs: each takes half of C, two slabs at a time, and sends its sums
+// to the rank that owns the rows, which adds them in the order of C. Clusters share the slabs out evenly. So a row's bits
+// depend on its token and the weight only: not on M, nor on the form, nor on what else is in the launch.
 //
 // One warp feeds: boxes of W through a ring of stages, and x: once for all slabs where a rank's part fits, else with
 // every stage. The first stages' weights are asked for before waiting for the previous kernel, since weights do not
@@ -18,8 +17,10 @@
 // The gated form takes one slab from the gate and the same from up: both sums of an output meet where they are added up.
 // Up to three products of one x (q, k, v) share a launch: their slabs follow each other.
 //
-// Tried before (NOTES.md): all panels of all tiles cut into equal ranges over all multiprocessors, with partial sums in
-// memory. Adding up took 5 us a product.
+// Tried (NOTES.md): all panels of all tiles cut into equal ranges over all multiprocessors, with partial sums in memory:
+// adding up took 4 to 5 us a product. Four ranks: of 132 multiprocessors only 30 clusters of four are there at once. A
+// stage given back when the next is under way: a stage less to bring weights into. Warpgroups that share slabs by
+// tokens: every weight is read twice from shared memory.
 #include "cluster.cuh"
 #include "warpgroup_narrow.cuh"
 
@@ -311,10 +312,8 @@ template <class T, int COLUMNS, int STAGES, int X_SLOTS, int RANKS, bool GATED> 
 #else
 // `FORMS` in src/kernels/linear_mid.rs (measured best, NOTES.md).
 #define LINEAR_MID_FORM(name, T, COLUMNS, STAGES, X_SLOTS)                                                          \
-    LINEAR_MID_KERNEL(name##_m##COLUMNS##_r2, T, COLUMNS, STAGES, X_SLOTS, 2, false)                                \
-    LINEAR_MID_KERNEL(name##_m##COLUMNS##_r4, T, COLUMNS, STAGES, X_SLOTS, 4, false)                                \
-    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_r2, T, COLUMNS, STAGES, X_SLOTS, 2, true)                         \
-    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_r4, T, COLUMNS, STAGES, X_SLOTS, 4, true)
+    LINEAR_MID_KERNEL(name##_m##COLUMNS, T, COLUMNS, STAGES, X_SLOTS, 2, false)                                     \
+    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS, T, COLUMNS, STAGES, X_SLOTS, 2, true)
 #define LINEAR_MID_KERNELS(name, T)                                                                                 \
     LINEAR_MID_FORM(name, T, 16, 9, 32)                                                                             \
     LINEAR_MID_FORM(name, T, 32, 8, 16)                                                                             \

@@ -8,15 +8,15 @@ pub(crate) const MAX_PARTS: usize = 3;
 /// Tokens that a launch takes at most.
 pub(crate) const MAX_TOKENS: u32 = 128;
 /// Into how many parts C is cut: thread blocks of a cluster.
-pub(crate) const RANKS: [u32; 2] = [2, 4];
+pub(crate) const RANKS: u32 = 2;
 /// Rows of W in a slab, and elements of C in a panel: a box that the copy engine brings.
 pub(crate) const SLAB_ROWS: u32 = 64;
 /// See [`SLAB_ROWS`].
 pub(crate) const PANEL_COLS: u32 = 64;
 /// Fewer are `linear_small`'s.
 const MIN_TOKENS: usize = 9;
-/// More are the library's, where the sums need not be the same for any number.
-const MAX_TOKENS_CHOSEN: usize = 64;
+/// Up to so many this kernel beats the library by itself, without sparing launches.
+const FASTER_ALONE: usize = 64;
 const THREADS: u32 = 288;
 /// Weights lie on multiples of so many bytes, and rows do; x does in any case, as all temporaries.
 const ALIGNMENT: u64 = 16;
@@ -67,28 +67,25 @@ pub(crate) fn num_slabs(outputs: &[u32]) -> Option<u32> {
     (slabs > 0 && slabs < 1 << 20).then_some(slabs)
 }
 
-/// In how many parts C is cut for so many slabs, if the chip has `max_clusters` at once by [`RANKS`]: that which gives the
-/// busiest thread block the least, of equals the more. Follows from the weights' shapes and the chip alone, so that
-/// the sums of a row do not depend on how many there are.
-pub(crate) fn ranks_for(num_slabs: u32, max_clusters: [u32; 2]) -> u32 {
-    let [two, four] = max_clusters.map(|clusters| num_slabs.div_ceil(clusters.max(1)));
-    if two * 2 < four { RANKS[0] } else { RANKS[1] }
-}
-
 /// Whether the copy engine can read a weight of `c` columns at this address, and an x of as many.
 pub(crate) fn is_readable(weight: u64, c: u32) -> bool {
     (weight | u64::from(c) * 2).is_multiple_of(ALIGNMENT)
 }
 
-/// Whether this kernel takes less time than the others for so many products of one x. The library has a launch for
-/// each of them, and wins where it needs but one.
-pub(crate) fn is_faster(num_tokens: usize, num_parts: usize) -> bool {
-    num_parts > 1 && (MIN_TOKENS..=MAX_TOKENS_CHOSEN).contains(&num_tokens)
+/// Whether this kernel takes less time than the others for products of one x, of these outputs (unused ones are 0) and `c`
+/// inputs. The library has a launch for each of them; it wins where it needs but one, unless that has many rows.
+pub(crate) fn is_faster(num_tokens: usize, outputs: [usize; MAX_PARTS], c: usize) -> bool {
+    let most = match outputs {
+        [_, 1.., _] => MAX_TOKENS as usize,
+        [n, ..] if n >= 2 * c => FASTER_ALONE,
+        _ => 0,
+    };
+    (MIN_TOKENS..=most).contains(&num_tokens)
 }
 
 /// The same of gate, up and the activation, which the library needs three launches for.
 pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
-    (MIN_TOKENS..=MAX_TOKENS_CHOSEN).contains(&num_tokens)
+    (MIN_TOKENS..=FASTER_ALONE).contains(&num_tokens)
 }
 
 /// A compiled form of the kernel.
@@ -97,7 +94,6 @@ pub(crate) struct LinearMidVariant {
     weight: Half,
     /// Columns of the product: tokens that it takes at most.
     columns: u32,
-    ranks: u32,
     gated: bool,
 }
 
@@ -121,19 +117,16 @@ const FORMS: [Form; 4] = [
 impl LinearMidVariant {
     /// Every compiled form.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        let weights = [Half::Bf16, Half::F16].into_iter();
-        let of_weight = |weight| RANKS.into_iter().flat_map(move |ranks| of_ranks(weight, ranks));
-        fn of_ranks(weight: Half, ranks: u32) -> impl Iterator<Item = LinearMidVariant> {
-            let form = move |form: &Form, gated| LinearMidVariant { weight, columns: form.columns, ranks, gated };
+        [Half::Bf16, Half::F16].into_iter().flat_map(|weight| {
+            let form = move |form: &Form, gated| Self { weight, columns: form.columns, gated };
             FORMS.iter().flat_map(move |of| [form(of, false), form(of, true)])
-        }
-        weights.flat_map(of_weight)
+        })
     }
 
-    /// The form for `m` tokens, at most [`MAX_TOKENS`]: whichever it is, a row has the same sums by the same `ranks`.
-    pub(crate) fn for_tokens(weight: Half, m: u32, ranks: u32, gated: bool) -> Option<Self> {
+    /// The form for `m` tokens, at most [`MAX_TOKENS`]: whichever it is, a row has the same sums.
+    pub(crate) fn for_tokens(weight: Half, m: u32, gated: bool) -> Option<Self> {
         let form = FORMS.iter().find(|form| m <= form.columns).filter(|_| m > 0)?;
-        Some(Self { weight, columns: form.columns, ranks, gated })
+        Some(Self { weight, columns: form.columns, gated })
     }
 
     fn form(&self) -> &'static Form {
@@ -143,12 +136,7 @@ impl LinearMidVariant {
     /// The kernel's name.
     pub(crate) fn name(&self) -> String {
         let gated = if self.gated { "gated_" } else { "" };
-        format!("linear_mid_{gated}{}_m{}_r{}", self.weight.name(), self.columns, self.ranks)
-    }
-
-    /// Thread blocks of a cluster.
-    pub(crate) fn ranks(&self) -> u32 {
-        self.ranks
+        format!("linear_mid_{gated}{}_m{}", self.weight.name(), self.columns)
     }
 
     /// Tokens that it takes at most.
@@ -168,11 +156,7 @@ impl LinearMidVariant {
 
     /// The launch over `num_slabs` slabs, at most `max_clusters` clusters of thread blocks at once.
     pub(crate) fn launch(&self, num_slabs: u32, max_clusters: u32) -> Launch {
-        Launch {
-            grid: (self.ranks * num_slabs.min(max_clusters), 1),
-            threads: THREADS,
-            shared_bytes: self.shared_bytes(),
-        }
+        Launch { grid: (RANKS * num_slabs.min(max_clusters), 1), threads: THREADS, shared_bytes: self.shared_bytes() }
     }
 }
 
@@ -186,34 +170,24 @@ mod tests {
         // q, k and v of an 8B Llama.
         let qkv = num_slabs(&[4096, 1024, 1024]).unwrap();
         assert_eq!(qkv, 96);
-        let variant = LinearMidVariant::for_tokens(Half::Bf16, 8, 4, false).unwrap();
-        assert_eq!(variant.launch(qkv, 30).grid, (120, 1));
+        let variant = LinearMidVariant::for_tokens(Half::Bf16, 8, false).unwrap();
+        assert_eq!(variant.launch(qkv, 66).grid, (132, 1));
         assert_eq!(num_slabs(&[1, 0, 0]), Some(1));
-        assert_eq!(variant.launch(1, 30).grid, (4, 1), "no cluster is without work");
+        assert_eq!(variant.launch(1, 66).grid, (2, 1), "no cluster is without work");
         assert_eq!(num_slabs(&[17, 1, 300]), Some(1 + 1 + 5), "a slab belongs to one part");
         assert_eq!(num_slabs(&[0, 0, 0]), None);
         assert_eq!(num_slabs(&[u32::MAX, 1, 1]), None);
     }
 
     #[test]
-    fn the_busiest_thread_block_has_the_least() {
-        let h200 = [66, 30];
-        assert_eq!(ranks_for(64, h200), 2, "half a slab, not three quarters");
-        assert_eq!(ranks_for(2004, h200), 2, "31 halves, not 67 quarters");
-        assert_eq!(ranks_for(96, h200), 4, "four quarters are two halves, and less of x");
-        assert_eq!(ranks_for(1, h200), 4);
-    }
-
-    #[test]
     fn the_narrowest_form_takes_the_tokens() {
-        let of = |m| LinearMidVariant::for_tokens(Half::Bf16, m, 2, false).map(|variant| variant.name());
+        let of = |m| LinearMidVariant::for_tokens(Half::Bf16, m, false).map(|variant| variant.name());
         assert_eq!(of(0), None);
-        assert_eq!(of(1).unwrap(), "linear_mid_bf16_m16_r2");
-        assert_eq!(of(17).unwrap(), "linear_mid_bf16_m32_r2");
-        assert_eq!(of(MAX_TOKENS).unwrap(), "linear_mid_bf16_m128_r2");
+        assert_eq!(of(1).unwrap(), "linear_mid_bf16_m16");
+        assert_eq!(of(17).unwrap(), "linear_mid_bf16_m32");
+        assert_eq!(of(MAX_TOKENS).unwrap(), "linear_mid_bf16_m128");
         assert_eq!(of(MAX_TOKENS + 1), None);
-        let gated = LinearMidVariant::for_tokens(Half::F16, 64, 4, true).unwrap();
-        assert_eq!(gated.name(), "linear_mid_gated_f16_m64_r4");
+        assert_eq!(LinearMidVariant::for_tokens(Half::F16, 64, true).unwrap().name(), "linear_mid_gated_f16_m64");
     }
 
     #[test]
@@ -223,13 +197,16 @@ mod tests {
             assert!(variant.columns() <= 256 && variant.columns().is_multiple_of(16), "{variant:?}: a box of x");
             assert!(variant.form().stages <= variant.form().x_slots, "{variant:?}: a stage has a slot of x");
         }
-        assert_eq!(LinearMidVariant::all().count(), 2 * 2 * 2 * FORMS.len());
+        assert_eq!(LinearMidVariant::all().count(), 2 * 2 * FORMS.len());
     }
 
     #[test]
     fn taken_where_it_is_the_fastest() {
-        assert!(is_faster(9, 3) && is_faster(64, 2) && !is_faster(64, 1), "one product is the library's");
-        assert!(!is_faster(8, 3) && !is_faster(65, 3));
+        let of_three = |tokens| is_faster(tokens, [4096, 1024, 1024], 4096);
+        assert!(!of_three(8) && of_three(9) && of_three(128) && !of_three(129));
+        let head = |tokens| is_faster(tokens, [128_256, 0, 0], 4096);
+        assert!(!head(8) && head(9) && head(64) && !head(65));
+        assert!(!is_faster(32, [4096, 0, 0], 4096), "one product of few rows is the library's");
         assert!(is_faster_gated(9) && is_faster_gated(64) && !is_faster_gated(8) && !is_faster_gated(65));
     }
 

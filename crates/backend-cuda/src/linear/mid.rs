@@ -24,8 +24,8 @@ const HOPPER_TARGET: &str = "sm_90a";
 /// The kernel's forms.
 pub(crate) struct MidKernels {
     functions: HashMap<LinearMidVariant, Function>,
-    /// Clusters that are there at once, of every form with so many [`RANKS`].
-    max_clusters: [u32; 2],
+    /// Clusters of any form that are there at once.
+    max_clusters: u32,
     launches: AtomicU64,
 }
 
@@ -39,18 +39,14 @@ impl MidKernels {
             return Ok(None);
         }
         let mut functions = HashMap::new();
-        let mut max_clusters = [u32::MAX; 2];
+        let mut max_clusters = u32::MAX;
         for variant in LinearMidVariant::all() {
-            let launch = variant.launch(u32::MAX, word(device.num_multiprocessors()) / variant.ranks());
+            let launch = variant.launch(u32::MAX, word(device.num_multiprocessors()) / RANKS);
             let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
-            let clusters = device.max_clusters(function, variant.ranks(), &launch)?;
-            for (most, _) in max_clusters.iter_mut().zip(RANKS).filter(|(_, ranks)| *ranks == variant.ranks()) {
-                *most = clusters.min(*most);
-            }
+            max_clusters = max_clusters.min(device.max_clusters(function, RANKS, &launch)?);
             functions.insert(variant, Function(function));
         }
-        let fits = max_clusters.iter().all(|&clusters| clusters > 0);
-        Ok(fits.then(|| Self { functions, max_clusters, launches: AtomicU64::new(0) }))
+        Ok((max_clusters > 0).then(|| Self { functions, max_clusters, launches: AtomicU64::new(0) }))
     }
 
     /// Launches so far, recorded ones counted once.
@@ -90,7 +86,8 @@ impl LinearOps {
         let joins =
             |other: &&Product<'_>| other.out.elem == first.out.elem && self.mid_weight(other.matrix) == Some(half);
         let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
-        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, count);
+        let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |product| product.matrix.rows));
+        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, outputs, first.matrix.cols);
         is_chosen.then_some((half, count))
     }
 
@@ -161,9 +158,6 @@ impl LinearOps {
         let mid = self.mid.as_ref().ok_or_else(broken)?;
         let gated = task.gate.is_some();
         let num_slabs = linear_mid::num_slabs(&task.parts.map(|part| part.n)).ok_or_else(broken)?;
-        let ranks = linear_mid::ranks_for(num_slabs, mid.max_clusters);
-        let [two, four] = mid.max_clusters;
-        let max_clusters = if ranks == RANKS[0] { two } else { four };
         let map = |address: u64, rows: usize, box_rows: u32| {
             let shape = MapShape {
                 dims: [u64::from(task.cols), rows as u64],
@@ -179,8 +173,7 @@ impl LinearOps {
         let piece = MAX_TOKENS as usize;
         for first in (0..task.num_tokens).step_by(piece) {
             let num_tokens = piece.min(task.num_tokens - first);
-            let variant =
-                LinearMidVariant::for_tokens(task.weight, word(num_tokens), ranks, gated).ok_or_else(broken)?;
+            let variant = LinearMidVariant::for_tokens(task.weight, word(num_tokens), gated).ok_or_else(broken)?;
             let function = mid.functions.get(&variant).ok_or_else(broken)?;
             let mut parts = task.parts;
             for part in &mut parts {
@@ -197,7 +190,7 @@ impl LinearOps {
                 y_type: activation_type(task.elem),
                 activation: task.gate.map_or(0, |gate| gate as u32),
             };
-            let launch = variant.launch(num_slabs, max_clusters);
+            let launch = variant.launch(num_slabs, mid.max_clusters);
             mid.launches.fetch_add(1, Ordering::Relaxed);
             // SAFETY: the struct is the kernel's; the op checked the shapes of x, weights, biases and outputs. Before
             // its wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets
