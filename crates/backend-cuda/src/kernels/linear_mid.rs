@@ -69,14 +69,14 @@ pub(crate) fn num_slabs(outputs: &[u32]) -> Option<u32> {
 
 /// Whether the copy engine can read a weight of `c` columns at this address, and an x of as many.
 pub(crate) fn is_readable(weight: u64, c: u32) -> bool {
-    (weight | u64::from(c) * 2).is_multiple_of(ALIGNMENT)
+    weight.is_multiple_of(ALIGNMENT) && (u64::from(c) * 2).is_multiple_of(ALIGNMENT)
 }
 
 /// Whether this kernel takes less time than the others for products of one x, of these outputs (unused ones are 0) and `c`
 /// inputs. The library has a launch for each of them; it wins where it needs but one, unless that has many rows.
 pub(crate) fn is_faster(num_tokens: usize, outputs: [usize; MAX_PARTS], c: usize) -> bool {
     let most = match outputs {
-        [_, 1.., _] => MAX_TOKENS as usize,
+        [_, second, _] if second > 0 => MAX_TOKENS as usize,
         [n, ..] if n >= 2 * c => FASTER_ALONE,
         _ => 0,
     };
