@@ -5,8 +5,8 @@
 
 mod attention;
 mod linear;
-mod loading;
 mod linear_mid;
+mod loading;
 mod rows;
 mod support;
 mod zoo;
