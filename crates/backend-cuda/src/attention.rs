@@ -21,7 +21,7 @@ use crate::kernels::{ActivationType, Half};
 use crate::memory::DeviceMemory;
 use crate::rope_angles::AngleTables;
 use crate::rows::{Function, by_elem};
-use cudarc::driver::{result, sys};
+use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::{AttentionParams, BackendError, DType, DeviceBuffer, KvPoolSpec};
 use std::any::Any;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,8 +31,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 const MAX_HEAD_DIM: usize = 512;
 /// `WARPS` in attention_plain.cu.
 const PLAIN_WARPS: u32 = 4;
-/// Dynamic shared memory that a kernel may have without asking.
-const SHARED_BYTES_UNASKED: u32 = 48 << 10;
 /// The target whose images have `attention_prefill`; in the others its kernels are empty.
 const HOPPER_TARGET: &str = "sm_90a";
 
@@ -195,19 +193,6 @@ fn half(dtype: DType) -> Option<Half> {
     }
 }
 
-/// The kernel `name`, allowed as much dynamic shared memory as its launches ask for.
-fn tiled(device: &Device, kernels: &Kernels, name: &str, shared_bytes: u32) -> Result<Function, BackendError> {
-    let function = kernels.get(name)?;
-    if shared_bytes > SHARED_BYTES_UNASKED {
-        let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        device.bind()?;
-        // SAFETY: a function of a loaded module.
-        unsafe { result::function::set_function_attribute(function, limit, shared_bytes.cast_signed()) }
-            .map_err(|error| device.fault(&format!("giving {name} {shared_bytes} bytes of shared memory"), error))?;
-    }
-    Ok(Function(function))
-}
-
 /// A shape that was checked to fit 32 bits when its pool or batch was made.
 #[allow(clippy::cast_possible_truncation)] // see above
 fn word(count: usize) -> u32 {
@@ -228,11 +213,15 @@ impl AttentionOps {
             plain: by_elem_and_kv(kernels, "attention_plain")?,
             decode: DecodeVariant::all(is_hopper)
                 .into_iter()
-                .map(|variant| Ok((variant, tiled(device, kernels, &variant.name(), variant.shared_bytes())?)))
+                .map(|variant| {
+                    Ok((variant, Function(kernels.get_with_shared(&variant.name(), variant.shared_bytes())?)))
+                })
                 .collect::<Result<_, BackendError>>()?,
             prefill: PrefillVariant::all(is_hopper)
                 .into_iter()
-                .map(|variant| Ok((variant, tiled(device, kernels, &variant.name(), variant.shared_bytes())?)))
+                .map(|variant| {
+                    Ok((variant, Function(kernels.get_with_shared(&variant.name(), variant.shared_bytes())?)))
+                })
                 .collect::<Result<_, BackendError>>()?,
             scratch: Mutex::default(),
             is_hopper,
@@ -279,34 +268,8 @@ impl AttentionOps {
         if !is_read || !is_counted || !supports_block_size(block_size) {
             return Ok(None);
         }
-        let mut map = sys::CUtensorMap { opaque: [0; 16] };
-        let data_type = match kv {
-            Half::Bf16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-            Half::F16 => sys::CUtensorMapDataType::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-        };
-        let element_steps = [1_u32; 2];
-        self.device.bind()?;
-        // SAFETY: writes one map and reads two sizes, one stride (of the second dimension), two of the box and two
-        // steps; the address is only noted down.
-        unsafe {
-            sys::cuTensorMapEncodeTiled(
-                &raw mut map,
-                data_type,
-                2,
-                address as *mut std::ffi::c_void,
-                dims.as_ptr(),
-                &raw const stride_bytes,
-                box_dims.as_ptr(),
-                element_steps.as_ptr(),
-                sys::CUtensorMapInterleave::CU_TENSOR_MAP_INTERLEAVE_NONE,
-                sys::CUtensorMapSwizzle::CU_TENSOR_MAP_SWIZZLE_128B,
-                sys::CUtensorMapL2promotion::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                sys::CUtensorMapFloatOOBfill::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-            )
-        }
-        .result()
-        .map_err(|error| self.device.fault("describing the KV pool to the copy engine", error))?;
-        Ok(Some(map.opaque))
+        let shape = MapShape { dims, stride_bytes, box_dims };
+        tensor_map(&self.device, address, kv, &shape, "the KV pool").map(Some)
     }
 
     /// Refuses pools that no kernel reads, when they are allocated.

@@ -12,6 +12,7 @@
 //! from the lengths of all, so that every multiprocessor has work. With [`CudaConfig::deterministic`] there is no
 //! exception.
 
+mod launches;
 mod pools;
 mod weights;
 
@@ -125,17 +126,6 @@ impl CudaBackend {
             rest = ?(begun.elapsed() - products), "{} opened", backend.device.label()
         );
         Ok(backend)
-    }
-
-    /// How often the kernel for products of few tokens was launched, each launch of a recorded step counted once.
-    /// For tests and diagnosis.
-    pub fn small_product_launches(&self) -> u64 {
-        self.linear.small_launches()
-    }
-
-    /// The same of the kernels for quantised weights that were repacked at load.
-    pub fn packed_product_launches(&self) -> u64 {
-        self.linear.packed().product_launches()
     }
 
     fn temporary(&self, rows: usize, cols: usize, elem: Elem) -> Result<Tensor, BackendError> {

@@ -7,6 +7,9 @@ use pagemill_backend::BackendError;
 use std::collections::HashMap;
 use std::sync::Arc;
 
+/// Dynamic shared memory that every kernel may have.
+const SHARED_BYTES_UNASKED: u32 = 48 << 10;
+
 /// One `.cu` file compiled for one target.
 pub(crate) struct Image {
     file: &'static str,
@@ -103,6 +106,20 @@ impl Kernels {
             .get(name)
             .copied()
             .ok_or_else(|| self.device.broken(format!("this build has no kernel {name} for {}", self.target)))
+    }
+
+    /// The kernel of that name, allowed as much dynamic shared memory as its launches ask for.
+    pub(crate) fn get_with_shared(&self, name: &str, shared_bytes: u32) -> Result<sys::CUfunction, BackendError> {
+        let function = self.get(name)?;
+        if shared_bytes > SHARED_BYTES_UNASKED {
+            let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            self.device.bind()?;
+            // SAFETY: a function of a loaded module.
+            unsafe { result::function::set_function_attribute(function, limit, shared_bytes.cast_signed()) }.map_err(
+                |error| self.device.fault(&format!("giving {name} {shared_bytes} bytes of shared memory"), error),
+            )?;
+        }
+        Ok(function)
     }
 
     /// What the kernels were compiled for.

@@ -31,6 +31,7 @@ mod rope_angles;
 mod rows;
 mod sampling;
 mod staging;
+mod tensor_map;
 
 pub use attention::AttentionLaunches;
 pub use backend::{Activations, CudaBackend, CudaConfig};

@@ -1,26 +1,28 @@
 //! Products with weights, and weights row by row: decides by the stored type and the number of tokens which way a
 //! product takes. Callers have checked shapes.
 //!
-//! | weight | few tokens | more |
-//! |---|---|---|
-//! | F16, BF16 | `linear_small.cu`, up to three products of one input at once | cuBLASLt |
-//! | F32 | cuBLASLt | cuBLASLt |
-//! | quantised, repacked at load | see `packed` | see `packed` |
-//! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt |
+//! | weight | few tokens | some | more |
+//! |---|---|---|---|
+//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | cuBLASLt |
+//! | F32 | cuBLASLt | cuBLASLt | cuBLASLt |
+//! | quantised, repacked at load | see `packed` | see `packed` | see `packed` |
+//! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt | the same |
 //!
-//! Deterministic products are cuBLASLt's for any number of tokens, by one algorithm for all of them.
-//!
-//! How many are few `kernels::linear_small` says for the first row; 8 elsewhere. What that kernel cannot read is
-//! cuBLASLt's. A shape that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as
-//! stored, whatever their number of tokens.
+//! Our kernels take up to three products of one input at once. How many tokens are few and some `kernels::linear_small`
+//! and `kernels::linear_mid` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
+//! that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as stored, whatever their
+//! number of tokens. Deterministic products of 16-bit weights are `linear_mid`'s for any number of tokens, where the
+//! chip has it and the copy engine reads them.
 
+mod mid;
 pub(crate) mod packed;
+mod small;
 
 use self::packed::PackedKernels;
 use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
-use crate::kernels::linear_small::{self, LinearParams, LinearPart, LinearVariant};
+use crate::kernels::linear_small::{self, LinearParams, LinearVariant};
 use crate::kernels::{ActivationType, GateActivation, Half};
 use crate::loading::CudaWeight;
 use crate::matmul::{Matmul, Shape};
@@ -30,6 +32,8 @@ use pagemill_backend::{Activation, BackendError, DType};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+
+use self::mid::MidKernels;
 
 /// `FEW_ROWS` in weights_plain.cu.
 const FEW_TOKENS: usize = 8;
@@ -107,6 +111,7 @@ pub(crate) struct LinearOps {
     small: HashMap<LinearVariant, Function>,
     small_launches: AtomicU64,
     packed: PackedKernels,
+    mid: Option<MidKernels>,
     matmul: Mutex<Matmul>,
     /// Whether a product's algorithm must not follow from the number of tokens.
     deterministic: bool,
@@ -212,6 +217,7 @@ impl LinearOps {
             small,
             small_launches: AtomicU64::new(0),
             packed: PackedKernels::new(device, kernels)?,
+            mid: MidKernels::new(device, kernels)?,
             matmul: Mutex::new(Matmul::new(device, deterministic)?),
             deterministic,
         })
@@ -225,6 +231,11 @@ impl LinearOps {
     /// The kernels of quantised weights that are repacked at load.
     pub(crate) fn packed(&self) -> &PackedKernels {
         &self.packed
+    }
+
+    /// The same of `linear_mid`.
+    pub(crate) fn mid_launches(&self) -> u64 {
+        self.mid.as_ref().map_or(0, MidKernels::launches)
     }
 
     /// Bytes that cuBLASLt holds.
@@ -320,6 +331,11 @@ impl LinearOps {
                 rest = &rest[count..];
                 continue;
             }
+            if let Some((weight, count)) = self.mid_launch(num_tokens, rest) {
+                self.mid_products(&mut inputs, weight, num_tokens, &rest[..count])?;
+                rest = &rest[count..];
+                continue;
+            }
             if let Some(variant) = self.small_variant(x, num_tokens, product) {
                 let joins = |other: &&Product<'_>| {
                     other.out.elem == product.out.elem && self.small_variant(x, num_tokens, other) == Some(variant)
@@ -351,26 +367,11 @@ impl LinearOps {
         Ok(())
     }
 
-    /// The form of `linear_small` that takes the product, if one does.
-    fn small_variant(&self, x: View, num_tokens: usize, product: &Product<'_>) -> Option<LinearVariant> {
-        let Matrix { weight, rows, cols } = product.matrix;
-        let half = half_of(weight.dtype).filter(|_| !self.deterministic)?;
-        let is_aligned = linear_small::is_aligned(x.address, weight.address());
-        LinearVariant::select(half, u32::try_from(num_tokens).ok()?, word(rows), word(cols)).filter(|_| is_aligned)
-    }
-
-    /// The form that takes gate and up, if one does.
-    fn gated_variant(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<LinearVariant> {
-        let half = half_of(gate.weight.dtype).filter(|_| !self.deterministic)?;
-        let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
-        let is_aligned = linear_small::is_aligned(gate.weight.address(), up.weight.address());
-        let num_tokens = u32::try_from(num_tokens).ok()?;
-        LinearVariant::select_gated(half, num_tokens, word(gate.rows), word(gate.cols)).filter(|_| alike && is_aligned)
-    }
-
     /// Whether [`Self::gated`] takes these weights for so many tokens.
     pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
-        self.gated_variant(num_tokens, gate, up).is_some() || self.packed_gated_variant(num_tokens, gate, up).is_some()
+        self.packed_gated_variant(num_tokens, gate, up).is_some()
+            || self.mid_gated(num_tokens, gate, up).is_some()
+            || self.gated_variant(num_tokens, gate, up).is_some()
     }
 
     /// `out = act(x · gateᵀ) * (x · upᵀ)`, of what [`Self::takes_gated`]; `x` `[T, C]`.
@@ -385,6 +386,9 @@ impl LinearOps {
         let mut inputs = Inputs { ops: self, rows, x, count: num_tokens * gate.cols, converted: Vec::new() };
         if let Some(variant) = self.packed_gated_variant(num_tokens, gate, up) {
             return self.packed_gated(&mut inputs, variant, num_tokens, product);
+        }
+        if let Some(weight) = self.mid_gated(num_tokens, gate, up) {
+            return self.mid_gated_product(&mut inputs, weight, num_tokens, product);
         }
         let variant = self
             .gated_variant(num_tokens, gate, up)
@@ -411,65 +415,6 @@ impl LinearOps {
         };
         // SAFETY: gate and up were found alike; the op checked the shapes of x and out.
         unsafe { self.launch_small(variant, &[args.n], &args) }
-    }
-
-    /// At most `MAX_PARTS` products of one variant and output type, biases included.
-    fn small_products(
-        &self,
-        inputs: &mut Inputs<'_>,
-        variant: LinearVariant,
-        num_tokens: usize,
-        products: &[Product<'_>],
-    ) -> Result<(), BackendError> {
-        let [first, others @ ..] = products else { return Ok(()) };
-        let part = |product: &Product<'_>| LinearPart {
-            w: product.matrix.weight.address(),
-            bias: product.bias.unwrap_or(0),
-            y: product.out.address,
-            n: word(product.matrix.rows),
-            y_stride: word(product.matrix.rows),
-        };
-        let LinearPart { w, bias, y, n, y_stride } = part(first);
-        let mut more = [LinearPart::default(); linear_small::MAX_PARTS - 1];
-        for (more, product) in more.iter_mut().zip(others) {
-            *more = part(product);
-        }
-        let args = LinearParams {
-            x: inputs.as_type(first.matrix.weight.dtype)?,
-            w,
-            w_up: 0,
-            bias,
-            residual: 0,
-            y,
-            m: word(num_tokens),
-            n,
-            c: word(first.matrix.cols),
-            x_stride: word(first.matrix.cols),
-            y_stride,
-            y_type: activation_type(first.out.elem),
-            activation: 0,
-            more,
-        };
-        // SAFETY: the op checked the shapes of x, weights, biases and outputs; the products share x, and one variant
-        // means one type of weight.
-        unsafe { self.launch_small(variant, &[n, more[0].n, more[1].n], &args) }
-    }
-
-    /// # Safety
-    /// The addresses of `args` hold what its fields say, on this device's stream; `outputs` are its parts' `n`.
-    unsafe fn launch_small(
-        &self,
-        variant: LinearVariant,
-        outputs: &[u32],
-        args: &LinearParams,
-    ) -> Result<(), BackendError> {
-        let function = self.small.get(&variant).ok_or_else(|| self.device.broken(variant.name()))?;
-        let num_sms = word(self.device.num_multiprocessors());
-        let launch = variant.launch(outputs.iter().copied(), num_sms);
-        self.small_launches.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the struct is the kernel's; memory is the caller's promise. Before its wait the kernel reads weights
-        // only, which nothing writes after they are loaded; it writes, and lets its successor begin, behind it.
-        unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, args) }
     }
 
     /// By cuBLASLt; false when it cannot.

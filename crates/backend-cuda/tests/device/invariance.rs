@@ -2,17 +2,13 @@
 
 use crate::attention::{FAST_HEADS, NO_EXTRAS, Shape, fill, launches, pool, run, sequences, step};
 use crate::linear::{load, product, stored};
-use crate::support::{ACTIVATIONS, Random, activation, has_gpu};
+use crate::support::{ACTIVATIONS, Random, activation, deterministic_gpu};
 use pagemill_backend::DType;
-use pagemill_backend_cuda::{Activations, CudaBackend, CudaConfig};
-
-fn deterministic(activations: Activations) -> Option<CudaBackend> {
-    has_gpu().then(|| CudaBackend::new(CudaConfig { ordinal: 0, activations, deterministic: true }).unwrap())
-}
+use pagemill_backend_cuda::Activations;
 
 #[test]
 fn attention_is_the_same_in_any_chunks_and_company() {
-    let Some(gpu) = deterministic(Activations::Bf16) else { return };
+    let Some(gpu) = deterministic_gpu(Activations::Bf16) else { return };
     let lens = [300, 1, 129, 64];
     for (nth, (heads, kv_heads, head_dim)) in FAST_HEADS.into_iter().enumerate() {
         let block_size = [16, 64, 128][nth % 3];
@@ -48,7 +44,7 @@ fn attention_is_the_same_in_any_chunks_and_company() {
 /// Decode steps of long sequences, alone and among others.
 #[test]
 fn a_long_sequence_is_the_same_in_any_company() {
-    let Some(gpu) = deterministic(Activations::Bf16) else { return };
+    let Some(gpu) = deterministic_gpu(Activations::Bf16) else { return };
     for (heads, kv_heads, head_dim) in [(8, 2, 128), (8, 1, 256)] {
         let shape = Shape { heads, kv_heads, head_dim, window: None, block_size: 32, extras: NO_EXTRAS };
         let lens = [3000, 77, 2049, 1];
@@ -68,7 +64,7 @@ fn a_long_sequence_is_the_same_in_any_company() {
 #[test]
 fn products_are_the_same_for_any_number_of_tokens() {
     for activations in ACTIVATIONS {
-        let Some(gpu) = deterministic(activations) else { return };
+        let Some(gpu) = deterministic_gpu(activations) else { return };
         for dtype in [DType::F32, DType::F16, DType::BF16, DType::Q4_0, DType::Q6_K] {
             for (rows, cols) in [(130, 768), (512, 2048), (4096, 1024)] {
                 let mut random = Random::new(rows as u64);

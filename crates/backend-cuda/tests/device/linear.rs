@@ -185,10 +185,10 @@ fn a_large_weight_arrives_whole() {
     }
 }
 
-const HALVES: [DType; 2] = [DType::BF16, DType::F16];
+pub const HALVES: [DType; 2] = [DType::BF16, DType::F16];
 
 /// The stored bytes of these elements.
-fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
+pub fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F16 => elements.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
         _ => elements.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes()).collect(),
@@ -196,12 +196,12 @@ fn halves(dtype: DType, elements: &[f32]) -> Vec<u8> {
 }
 
 /// Normal elements of deviation `1 / sqrt(cols)`: a product with rows of deviation 1 has deviation 1.
-fn levelled(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
+pub fn levelled(dtype: DType, rows: usize, cols: usize, random: &mut Random) -> Vec<u8> {
     let scale = 1.0 / (cols as f32).sqrt();
     halves(dtype, &random.normal(rows * cols).iter().map(|x| x * scale).collect::<Vec<_>>())
 }
 
-fn bits(x: &[f32]) -> Vec<u32> {
+pub fn bits(x: &[f32]) -> Vec<u32> {
     x.iter().map(|x| x.to_bits()).collect()
 }
 
@@ -359,7 +359,7 @@ fn unlike_products_do_not_share_a_launch() {
 }
 
 /// Weights of an MLP as stored, `[F, C]` twice and `[D, F]`.
-struct StoredMlp {
+pub struct StoredMlp {
     dtype: DType,
     inner: usize,
     cols: usize,
@@ -369,7 +369,7 @@ struct StoredMlp {
 
 impl StoredMlp {
     /// Down is the identity: what comes out is what the gate lets through.
-    fn new(dtype: DType, inner: usize, cols: usize, has_bias: bool, random: &mut Random) -> Self {
+    pub fn new(dtype: DType, inner: usize, cols: usize, has_bias: bool, random: &mut Random) -> Self {
         let mut down = vec![0.0; inner * inner];
         down.iter_mut().step_by(inner + 1).for_each(|x| *x = 1.0);
         let mut projection = || levelled(dtype, inner, cols, random);
@@ -377,7 +377,7 @@ impl StoredMlp {
         Self { dtype, inner, cols, bytes, bias: has_bias.then(|| random.normal(inner)) }
     }
 
-    fn run<T>(&self, backend: &dyn Backend, act: Activation, run: impl FnOnce(&MlpWeights<'_>) -> T) -> T {
+    pub fn run<T>(&self, backend: &dyn Backend, act: Activation, run: impl FnOnce(&MlpWeights<'_>) -> T) -> T {
         let (dtype, inner) = (self.dtype, self.inner);
         let gate = load(backend, dtype, inner, self.cols, &self.bytes[0]);
         let up = load(backend, dtype, inner, self.cols, &self.bytes[1]);
@@ -477,7 +477,13 @@ fn a_gated_layer_behind_a_sum_and_a_norm() {
 
 /// Ten products, each of the one before, through two places in turn, and one more of the last into `end`; `between`
 /// runs after each.
-fn chain(gpu: &CudaBackend, weights: &[Weight], places: &mut [Tensor; 2], end: &mut Tensor, between: impl Fn(&Tensor)) {
+pub fn chain(
+    gpu: &CudaBackend,
+    weights: &[Weight],
+    places: &mut [Tensor; 2],
+    end: &mut Tensor,
+    between: impl Fn(&Tensor),
+) {
     for (nth, weight) in weights.iter().cycle().take(10).enumerate() {
         let [even, odd] = &mut *places;
         let (x, out) = if nth % 2 == 0 { (&*even, odd) } else { (&*odd, even) };
@@ -487,7 +493,7 @@ fn chain(gpu: &CudaBackend, weights: &[Weight], places: &mut [Tensor; 2], end: &
     gpu.linear(&places[0], &mut [LinearPart { weight: &weights[0], bias: None, out: end }]).unwrap();
 }
 
-fn square_weights(gpu: &CudaBackend, side: usize, random: &mut Random) -> Vec<Weight> {
+pub fn square_weights(gpu: &CudaBackend, side: usize, random: &mut Random) -> Vec<Weight> {
     (0..4).map(|_| load(gpu, DType::BF16, side, side, &levelled(DType::BF16, side, side, random))).collect()
 }
 

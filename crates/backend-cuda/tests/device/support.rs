@@ -22,6 +22,11 @@ pub fn gpu(activations: Activations) -> Option<CudaBackend> {
     has_gpu().then(|| CudaBackend::new(CudaConfig { ordinal: 0, activations, deterministic: false }).unwrap())
 }
 
+/// The device as it is where results must not depend on company.
+pub fn deterministic_gpu(activations: Activations) -> Option<CudaBackend> {
+    has_gpu().then(|| CudaBackend::new(CudaConfig { ordinal: 0, activations, deterministic: true }).unwrap())
+}
+
 /// The CPU's scalar reference, float products exact.
 pub fn scalar() -> CpuBackend {
     cpu(Some(Isa::Scalar))

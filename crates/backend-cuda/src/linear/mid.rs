@@ -1,0 +1,204 @@
+//! Products of up to 128 tokens at a time by `linear_mid.cu`: which of them it takes, and its launches. Callers have
+//! checked shapes.
+//!
+//! Where results must be deterministic it takes all products of 16-bit weights that the copy engine reads, in pieces
+//! where there are more tokens: a row's bits then do not depend on its company.
+
+use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
+use crate::check::Elem;
+use crate::device::Device;
+use crate::images::Kernels;
+use crate::kernels::linear_mid::{
+    self, LinearMidParams, LinearMidPart, LinearMidVariant, MAX_PARTS, MAX_TOKENS, PANEL_COLS, RANKS, SLAB_ROWS,
+};
+use crate::kernels::{GateActivation, Half};
+use crate::rows::Function;
+use crate::tensor_map::{MapShape, tensor_map};
+use pagemill_backend::{Activation, BackendError};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The image that has the kernel's body.
+const HOPPER_TARGET: &str = "sm_90a";
+
+/// The kernel's forms.
+pub(crate) struct MidKernels {
+    functions: HashMap<LinearMidVariant, Function>,
+    /// Clusters of any form that are there at once.
+    max_clusters: u32,
+    launches: AtomicU64,
+}
+
+impl MidKernels {
+    /// `None` on chips that the kernel is not for.
+    ///
+    /// # Errors
+    /// A kernel that this build lacks or the driver refuses.
+    pub(crate) fn new(device: &Device, kernels: &Kernels) -> Result<Option<Self>, BackendError> {
+        if kernels.target() != HOPPER_TARGET {
+            return Ok(None);
+        }
+        let mut functions = HashMap::new();
+        let mut max_clusters = u32::MAX;
+        for variant in LinearMidVariant::all() {
+            let launch = variant.launch(u32::MAX, word(device.num_multiprocessors()) / RANKS);
+            let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
+            max_clusters = max_clusters.min(device.max_clusters(function, RANKS, &launch)?);
+            functions.insert(variant, Function(function));
+        }
+        Ok((max_clusters > 0).then(|| Self { functions, max_clusters, launches: AtomicU64::new(0) }))
+    }
+
+    /// Launches so far, recorded ones counted once.
+    pub(crate) fn launches(&self) -> u64 {
+        self.launches.load(Ordering::Relaxed)
+    }
+}
+
+/// Products of one x, as the kernel is told of them.
+struct MidTask<'a> {
+    weight: Half,
+    /// `[T, C]` in the weights' type.
+    x: u64,
+    num_tokens: usize,
+    cols: u32,
+    /// `[N, C]` each; gated: gate and up.
+    weights: &'a [Matrix<'a>],
+    /// Outputs of the first token.
+    parts: [LinearMidPart; MAX_PARTS],
+    elem: Elem,
+    gate: Option<GateActivation>,
+}
+
+impl LinearOps {
+    /// The type of a weight that `linear_mid` reads.
+    fn mid_weight(&self, matrix: Matrix<'_>) -> Option<Half> {
+        let half = half_of(matrix.weight.dtype).filter(|_| self.mid.is_some())?;
+        let is_readable = linear_mid::is_readable(matrix.weight.address(), word(matrix.cols));
+        let is_counted = linear_mid::num_slabs(&[word(matrix.rows); MAX_PARTS]).is_some();
+        (is_readable && is_counted).then_some(half)
+    }
+
+    /// How many of the first products `linear_mid` takes in one launch.
+    pub(super) fn mid_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(Half, usize)> {
+        let (first, others) = products.split_first()?;
+        let half = self.mid_weight(first.matrix)?;
+        let joins =
+            |other: &&Product<'_>| other.out.elem == first.out.elem && self.mid_weight(other.matrix) == Some(half);
+        let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
+        let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |product| product.matrix.rows));
+        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, outputs, first.matrix.cols);
+        is_chosen.then_some((half, count))
+    }
+
+    /// Products that [`Self::mid_launch`] counted, biases included.
+    pub(super) fn mid_products(
+        &self,
+        inputs: &mut Inputs<'_>,
+        weight: Half,
+        num_tokens: usize,
+        products: &[Product<'_>],
+    ) -> Result<(), BackendError> {
+        let Some(first) = products.first() else { return Ok(()) };
+        let mut parts = [LinearMidPart::default(); MAX_PARTS];
+        for (part, product) in parts.iter_mut().zip(products) {
+            let n = word(product.matrix.rows);
+            *part = LinearMidPart { bias: product.bias.unwrap_or(0), y: product.out.address, n, y_stride: n };
+        }
+        let weights: Vec<Matrix<'_>> = products.iter().map(|product| product.matrix).collect();
+        self.run_mid(&MidTask {
+            weight,
+            x: inputs.as_type(first.matrix.weight.dtype)?,
+            num_tokens,
+            cols: word(first.matrix.cols),
+            weights: &weights,
+            parts,
+            elem: first.out.elem,
+            gate: None,
+        })
+    }
+
+    /// The type of gate and up, if `linear_mid` takes them together for so many tokens.
+    pub(super) fn mid_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<Half> {
+        let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
+        let (gate, up) = (self.mid_weight(gate), self.mid_weight(up));
+        let is_chosen = self.deterministic || linear_mid::is_faster_gated(num_tokens);
+        gate.filter(|_| alike && up == gate && is_chosen)
+    }
+
+    /// `act(x · gateᵀ) * (x · upᵀ)` of what [`Self::mid_gated`] takes.
+    pub(super) fn mid_gated_product(
+        &self,
+        inputs: &mut Inputs<'_>,
+        weight: Half,
+        num_tokens: usize,
+        product: &GatedProduct<'_>,
+    ) -> Result<(), BackendError> {
+        let GatedProduct { gate, up, act, out } = *product;
+        let n = word(gate.rows);
+        let part = LinearMidPart { bias: 0, y: out.address, n, y_stride: n };
+        self.run_mid(&MidTask {
+            weight,
+            x: inputs.as_type(gate.weight.dtype)?,
+            num_tokens,
+            cols: word(gate.cols),
+            weights: &[gate, up],
+            parts: [part, LinearMidPart::default(), LinearMidPart::default()],
+            elem: out.elem,
+            gate: Some(match act {
+                Activation::Silu => GateActivation::Silu,
+                Activation::GeluTanh => GateActivation::GeluTanh,
+            }),
+        })
+    }
+
+    /// Launches a task, in pieces of as many tokens as a launch takes.
+    fn run_mid(&self, task: &MidTask<'_>) -> Result<(), BackendError> {
+        let broken = || self.device.broken("a product that linear_mid does not take");
+        let mid = self.mid.as_ref().ok_or_else(broken)?;
+        let gated = task.gate.is_some();
+        let num_slabs = linear_mid::num_slabs(&task.parts.map(|part| part.n)).ok_or_else(broken)?;
+        let map = |address: u64, rows: usize, box_rows: u32| {
+            let shape = MapShape {
+                dims: [u64::from(task.cols), rows as u64],
+                stride_bytes: u64::from(task.cols) * 2,
+                box_dims: [PANEL_COLS, box_rows],
+            };
+            tensor_map(&self.device, address, task.weight, &shape, "a product")
+        };
+        let mut w_map = [[0; 16]; MAX_PARTS];
+        for (w_map, matrix) in w_map.iter_mut().zip(task.weights) {
+            *w_map = map(matrix.weight.address(), matrix.rows, SLAB_ROWS)?;
+        }
+        let piece = MAX_TOKENS as usize;
+        for first in (0..task.num_tokens).step_by(piece) {
+            let num_tokens = piece.min(task.num_tokens - first);
+            let variant = LinearMidVariant::for_tokens(task.weight, word(num_tokens), gated).ok_or_else(broken)?;
+            let function = mid.functions.get(&variant).ok_or_else(broken)?;
+            let mut parts = task.parts;
+            for part in &mut parts {
+                part.y += (first * part.y_stride as usize * task.elem.dtype().block_bytes()) as u64;
+            }
+            let x = task.x + first as u64 * u64::from(task.cols) * 2;
+            let args = LinearMidParams {
+                x_map: map(x, num_tokens, variant.columns())?,
+                w_map,
+                parts,
+                m: word(num_tokens),
+                num_slabs,
+                num_panels: task.cols.div_ceil(PANEL_COLS),
+                y_type: activation_type(task.elem),
+                activation: task.gate.map_or(0, |gate| gate as u32),
+            };
+            let launch = variant.launch(num_slabs, mid.max_clusters);
+            mid.launches.fetch_add(1, Ordering::Relaxed);
+            // SAFETY: the struct is the kernel's; the op checked the shapes of x, weights, biases and outputs. Before
+            // its wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets
+            // its successor begin, behind it.
+            unsafe {
+                self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args)
+            }?;
+        }
+        Ok(())
+    }
+}
