@@ -2,6 +2,7 @@
 
 use anyhow::{Result, bail};
 use pagemill_backend::{ActivationMode, Backend};
+use pagemill_engine::RankContext;
 use std::sync::Arc;
 
 /// Why there is none.
@@ -16,4 +17,9 @@ pub fn count() -> Result<usize> {
 /// Opens GPU `ordinal`.
 pub fn open(ordinal: usize, _activations: ActivationMode) -> Result<Arc<dyn Backend>> {
     bail!("device = cuda:{ordinal}: {NONE}")
+}
+
+/// Opens a GPU for each rank.
+pub fn open_ranks(ordinals: &[usize], _activations: ActivationMode, _ranks_per_stage: usize) -> Result<Vec<RankContext>> {
+    bail!("device = cuda: {NONE}; {} ranks were to run on GPUs", ordinals.len())
 }
