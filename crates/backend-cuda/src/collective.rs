@@ -2,6 +2,9 @@
 //! takes: small sums in one launch over peer memory where the GPUs reach one another (`one_shot`), everything else
 //! by NCCL; hidden states between stages beside what is computed (`link`). Knows no model.
 //!
+//! Ranks may also share a GPU, to try a layout out where there are too few: NCCL refuses that, so everything goes
+//! over device memory then. What waits there takes room from what it waits for: no layout to serve with.
+//!
 //! A call returns when its work is on the rank's stream; only [`Collective::recv`] waits. While the backend rehearses
 //! nothing is exchanged: ranks allocate then, each in its own time, and a kernel that waits for a peer could make the
 //! driver of both wait.
@@ -18,7 +21,7 @@ use crate::device::Device;
 use crate::images::Kernels;
 use crate::memory::{DeviceMemory, Workspace};
 use crate::rows::Function;
-use cudarc::driver::sys;
+use cudarc::driver::{result, sys};
 use link::{Incoming, Outgoing, Place};
 use nccl::{Communicator, DataType, Range};
 use one_shot::{AddNorm, OneShot, Part};
@@ -52,7 +55,7 @@ pub struct CudaCollective {
     _watchdog: Arc<Watchdog>,
     verdict: Arc<Verdict>,
     one_shot: Option<OneShot>,
-    /// Between the ranks of the stage; none where a stage of several has one rank.
+    /// Between the ranks of the stage; none where a stage of several has one rank, or ranks share a GPU.
     communicator: Option<Arc<Communicator>>,
     outgoing: Option<Outgoing>,
     incoming: Option<Incoming>,
@@ -70,18 +73,15 @@ impl CudaCollective {
     /// a second or so.
     ///
     /// # Errors
-    /// Two ranks on one GPU; no NCCL; GPUs that cannot be connected.
+    /// No NCCL; GPUs that cannot be connected.
     pub fn world(backends: &[Arc<CudaBackend>], ranks_per_stage: usize) -> Result<Vec<Self>, BackendError> {
         let refuse = |detail: String| Err(BackendError::Collective { op: "ranks", detail });
         if ranks_per_stage == 0 || backends.is_empty() || !backends.len().is_multiple_of(ranks_per_stage) {
             return refuse(format!("{} ranks make no stages of {ranks_per_stage}", backends.len()));
         }
         let devices: Vec<Arc<Device>> = backends.iter().map(|backend| Arc::clone(backend.device())).collect();
-        for (at, device) in devices.iter().enumerate() {
-            if devices[..at].iter().any(|other| other.ordinal() == device.ordinal()) {
-                return refuse(format!("two ranks on {}: each needs a GPU of its own", device.label()));
-            }
-        }
+        let shares = |at: usize| devices[..at].iter().any(|other| other.ordinal() == devices[at].ordinal());
+        let share_gpu = (0..devices.len()).any(shares);
         let verdict = Arc::new(Verdict::new(&devices)?);
         let mut communicators = Vec::new();
         let mut ranks = Vec::with_capacity(backends.len());
@@ -91,7 +91,7 @@ impl CudaCollective {
         {
             let first_rank = stage * ranks_per_stage;
             let mut ends: Vec<Option<Arc<Communicator>>> = vec![None; ranks_per_stage];
-            if ranks_per_stage > 1 || is_alone {
+            if (ranks_per_stage > 1 || is_alone) && !share_gpu {
                 ends = Communicator::connect(devices)?.into_iter().map(Arc::new).map(Some).collect();
                 communicators.extend(ends.iter().flatten().cloned());
             }
@@ -164,6 +164,19 @@ impl CudaCollective {
         self.mark()
     }
 
+    /// Columns at `from` beside zeros, summed over ranks that share a GPU.
+    fn gather_by_sum(&self, from: u64, out: &mut Tensor) -> Result<(), BackendError> {
+        let (to, rows) = (view_f32("all_gather_cols", out)?, out.rows());
+        let pitch = out.cols() * 4;
+        let row_bytes = pitch / self.ranks_per_stage;
+        self.device.bind()?;
+        // SAFETY: the tensor's own elements.
+        unsafe { result::memset_d8_async(to, 0, rows * pitch, self.device.stream()) }
+            .map_err(|error| self.device.fault("zeroing memory", error))?;
+        self.copy_columns(from, to + (self.rank * row_bytes) as u64, rows, row_bytes, pitch)?;
+        self.all_reduce(out)
+    }
+
     fn mark(&self) -> Result<(), BackendError> {
         let args = MarkArgs { word: self.mark_address };
         // SAFETY: the struct is the kernel's; the word is this rank's and lives as long as the verdict.
@@ -217,11 +230,14 @@ impl Collective for CudaCollective {
         if self.device.is_rehearsing() || x.rows() * x.cols() == 0 {
             return part(OP, x).map(|_| ());
         }
-        if !self.all_reduce_by(SumBy::OneShot, x)? {
-            // Without a communicator the stage has one rank, whose part is the sum.
-            self.all_reduce_by(SumBy::Nccl, x)?;
+        if self.all_reduce_by(SumBy::OneShot, x)? || self.all_reduce_by(SumBy::Nccl, x)? {
+            return Ok(());
         }
-        Ok(())
+        match &self.one_shot {
+            Some(one_shot) => one_shot.sum_in_pieces(part(OP, x)?),
+            None if self.ranks_per_stage == 1 => Ok(()),
+            None => Err(BackendError::Collective { op: OP, detail: "the stage's GPUs do not reach one another".into() }),
+        }
     }
 
     fn all_reduce_add_norm(
@@ -253,6 +269,9 @@ impl Collective for CudaCollective {
         ensure_shape(OP, "out", out, rows, cols * self.ranks_per_stage)?;
         let (from, to) = (view_f32(OP, x)?, view_f32(OP, out)?);
         let (len, row_bytes) = (rows * cols * 4, cols * 4);
+        if self.communicator.is_none() && self.ranks_per_stage > 1 {
+            return self.gather_by_sum(from, out);
+        }
         // Ranks one after the other, as they come; where there is one row, that is the result.
         let gathered = (rows > 1).then(|| self.workspace.take(len * self.ranks_per_stage)).transpose()?;
         let Some(communicator) = self.communicator.as_ref().filter(|_| len > 0 && !self.device.is_rehearsing()) else {

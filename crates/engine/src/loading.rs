@@ -66,18 +66,17 @@ pub fn build_engine_on(
     let stages = stage_costs::plan(checkpoint, config.parallel, &**backend)?;
     let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
     // Before anything is loaded.
-    let available: Vec<u64> = ranks.iter().map(|rank| rank.backend.info().memory_available_bytes).collect();
+    let devices: Vec<DeviceInfo> = ranks.iter().map(|rank| rank.backend.info()).collect();
 
     let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
     let ready = bring_up.run(ranks, progress)?;
     let rank_memory: Vec<RankMemory> = ready
         .iter()
-        .zip(&available)
-        .enumerate()
-        .map(|(at, (rank, &available_bytes))| RankMemory {
-            // All share one host's memory, or each has a device's.
-            host: if memory.is_shared { String::new() } else { at.to_string() },
-            available_bytes,
+        .zip(devices)
+        .map(|(rank, device)| RankMemory {
+            // All share one host's memory, or have a device's, which its description names.
+            host: if memory.is_shared { String::new() } else { device.description },
+            available_bytes: device.memory_available_bytes,
             weight_bytes: rank.weight_bytes,
             workspace_bytes: rank.workspace_bytes,
         })

@@ -45,10 +45,11 @@ impl Inbox {
             sys::cuMemCreate(&raw mut handle, len, &raw const prop, 0).result().map_err(fault)?;
             Self { device: Arc::clone(device), address: 0, len, handle }
         };
-        let access: Vec<sys::CUmemAccessDesc> = writers
-            .iter()
-            .map(|writer| sys::CUmemAccessDesc {
-                location: location(writer),
+        let is_first = |at: usize| writers[..at].iter().all(|other| other.ordinal() != writers[at].ordinal());
+        let access: Vec<sys::CUmemAccessDesc> = (0..writers.len())
+            .filter(|&at| is_first(at))
+            .map(|at| sys::CUmemAccessDesc {
+                location: location(&writers[at]),
                 flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
             })
             .collect();

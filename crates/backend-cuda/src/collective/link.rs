@@ -1,6 +1,7 @@
-//! Hidden states from a stage to the next one: NCCL's send and receive on streams of their own, so that a stage
-//! computes on while what it has made waits for its receiver. The receiver waits on the host, first for the sender's
-//! word that something is on its way: nothing spins on its GPU meanwhile, and what it waited is known.
+//! Hidden states from a stage to the next one, on streams of their own, so that a stage computes on while what it has
+//! made waits for its receiver: by NCCL's send and receive, or as copies where both stages are on one GPU. The
+//! receiver waits on the host, first for the sender's word that something is on its way: nothing spins on its GPU
+//! meanwhile, and what it waited is known.
 
 use super::nccl::{Communicator, DataType, Range};
 use super::verdict::{PATIENCE, Verdict};
@@ -9,7 +10,7 @@ use crate::memory::{CudaBuffer, Workspace};
 use cudarc::driver::{result, sys};
 use pagemill_backend::{BackendError, Tensor};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Hidden states that may wait for their receiver.
@@ -19,32 +20,35 @@ const SPIN_FOR: Duration = Duration::from_millis(3);
 const NAP: Duration = Duration::from_micros(50);
 
 /// The sender's end. Its peer is rank 1 of the communicator.
-pub(crate) struct Outgoing {
-    end: End,
-    slots: Mutex<Slots>,
-}
+pub(crate) struct Outgoing(End);
 
 /// The receiver's end. Its peer is rank 0 of the communicator.
 pub(crate) struct Incoming {
     end: End,
     /// Recorded behind the last receive.
     landed: Event,
-    num_received: AtomicUsize,
 }
 
 struct End {
     device: Arc<Device>,
     stream: SideStream,
-    communicator: Arc<Communicator>,
-    /// What the sender has begun to send.
-    num_sent: Arc<AtomicUsize>,
+    /// `None`: both ends are on one GPU.
+    communicator: Option<Arc<Communicator>>,
+    shared: Arc<Shared>,
+}
+
+/// What both ends see.
+struct Shared {
+    /// What the sender has begun to send, and what the receiver has begun to receive.
+    num_sent: AtomicUsize,
+    num_received: AtomicUsize,
+    slots: Mutex<Slots>,
     verdict: Arc<Verdict>,
 }
 
 struct Slots {
     workspace: Arc<Workspace>,
     slots: Vec<Slot>,
-    next: usize,
 }
 
 /// Where hidden states wait.
@@ -53,7 +57,7 @@ struct Slot {
     len: usize,
     /// Recorded on the ops' stream behind the copy into it.
     filled: Event,
-    /// Recorded on the side stream behind the send.
+    /// Recorded on a side stream behind the last use.
     sent: Event,
 }
 
@@ -63,81 +67,86 @@ pub(crate) struct Place<'a> {
     pub(crate) workspace: &'a Arc<Workspace>,
 }
 
-/// Connects two ranks of neighbouring stages, one way.
+/// Connects two ranks of neighbouring stages, one way. Gives the communicators, too.
 pub(crate) fn connect(
     from: &Place<'_>,
     to: &Place<'_>,
     verdict: &Arc<Verdict>,
 ) -> Result<(Outgoing, Incoming, Vec<Arc<Communicator>>), BackendError> {
     let devices = [Arc::clone(from.device), Arc::clone(to.device)];
-    let communicators: Vec<_> = Communicator::connect(&devices)?.into_iter().map(Arc::new).collect();
-    let num_sent = Arc::new(AtomicUsize::new(0));
-    let end = |at: usize| {
-        Ok::<_, BackendError>(End {
-            device: Arc::clone(&devices[at]),
-            stream: SideStream::new(&devices[at])?,
-            communicator: Arc::clone(&communicators[at]),
-            num_sent: Arc::clone(&num_sent),
-            verdict: Arc::clone(verdict),
-        })
+    let communicators: Vec<_> = match from.device.ordinal() == to.device.ordinal() {
+        true => Vec::new(),
+        false => Communicator::connect(&devices)?.into_iter().map(Arc::new).collect(),
     };
     let slot = || {
         let (filled, sent) = (Event::new(from.device)?, Event::new(from.device)?);
         Ok::<_, BackendError>(Slot { buffer: None, len: 0, filled, sent })
     };
     let slots = (0..DEPTH).map(|_| slot()).collect::<Result<_, _>>()?;
-    let slots = Mutex::new(Slots { workspace: Arc::clone(from.workspace), slots, next: 0 });
-    let incoming = Incoming { end: end(1)?, landed: Event::new(to.device)?, num_received: AtomicUsize::new(0) };
-    Ok((Outgoing { end: end(0)?, slots }, incoming, communicators))
+    let shared = Arc::new(Shared {
+        num_sent: AtomicUsize::new(0),
+        num_received: AtomicUsize::new(0),
+        slots: Mutex::new(Slots { workspace: Arc::clone(from.workspace), slots }),
+        verdict: Arc::clone(verdict),
+    });
+    let end = |at: usize| {
+        let (device, stream) = (Arc::clone(&devices[at]), SideStream::new(&devices[at])?);
+        let (communicator, shared) = (communicators.get(at).cloned(), Arc::clone(&shared));
+        Ok::<_, BackendError>(End { device, stream, communicator, shared })
+    };
+    let incoming = Incoming { end: end(1)?, landed: Event::new(to.device)? };
+    Ok((Outgoing(end(0)?), incoming, communicators))
 }
 
 impl Outgoing {
     /// Sends hidden states at `address` (f32), when what is on the ops' stream is done. The place may then be
-    /// written again by later ops. A rehearsal only takes the slots.
+    /// written again by later ops. Waits where as many as fit are waiting for their receiver. A rehearsal only takes
+    /// the slots.
     pub(crate) fn send(&self, x: &Tensor, address: u64) -> Result<(), BackendError> {
-        let (device, count) = (&self.end.device, x.rows() * x.cols());
-        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        if device.is_rehearsing() {
-            return slots.grow(count * 4);
-        }
-        let fault = |error| device.fault("sending hidden states", error);
+        let End { device, stream, communicator, shared } = &self.0;
+        let count = x.rows() * x.cols();
         device.bind()?;
-        let slot = slots.take(count * 4)?;
+        if device.is_rehearsing() {
+            return (0..DEPTH).try_for_each(|at| shared.lock_slots().grow(at, count * 4, device));
+        }
+        let serial = shared.num_sent.load(Ordering::Relaxed);
+        shared.wait_until("send", None, || Ok(shared.num_received.load(Ordering::Acquire) + DEPTH > serial))?;
+        let fault = |error| device.fault("sending hidden states", error);
+        let mut slots = shared.lock_slots();
+        slots.grow(serial % DEPTH, count * 4, device)?;
+        let slot = &slots.slots[serial % DEPTH];
         let to = slot.buffer.as_ref().map_or(0, CudaBuffer::address);
-        // SAFETY: the slot holds `count` floats, and is written only when its last send is done.
+        // SAFETY: the slot holds `count` floats, and is written only when its last use is done.
         unsafe {
             slot.sent.hold(device.stream()).map_err(fault)?;
             result::memcpy_dtod_async(to, address, count * 4, device.stream()).map_err(fault)?;
             slot.filled.record(device.stream()).map_err(fault)?;
-            slot.filled.hold(self.end.stream.0).map_err(fault)?;
         }
-        self.end.num_sent.fetch_add(1, Ordering::Release);
+        // Before NCCL is called: it may wait for the receiver's call.
+        shared.num_sent.store(serial + 1, Ordering::Release);
+        let Some(communicator) = communicator else { return Ok(()) };
         let range = Range { address: to, count, data_type: DataType::F32 };
         // SAFETY: the slot is not written again before `sent`.
         unsafe {
-            self.end.communicator.send(range, 1, self.end.stream.0.cast())?;
-            slot.sent.record(self.end.stream.0).map_err(fault)
+            slot.filled.hold(stream.0).map_err(fault)?;
+            communicator.send(range, 1, stream.0.cast())?;
+            slot.sent.record(stream.0).map_err(fault)
         }
     }
 }
 
 impl Slots {
-    fn grow(&mut self, len: usize) -> Result<(), BackendError> {
-        for slot in &mut self.slots {
-            if slot.len < len {
-                // The smaller one goes back first: ops may have it.
-                slot.buffer = None;
-                slot.buffer = Some(self.workspace.take(len)?);
-                slot.len = len;
-            }
+    /// Makes slot `at` hold `len` bytes.
+    fn grow(&mut self, at: usize, len: usize, device: &Device) -> Result<(), BackendError> {
+        let slot = &mut self.slots[at];
+        if slot.len < len {
+            // SAFETY: the stream lives. The smaller buffer goes back to the ops, after its last use.
+            unsafe { slot.sent.hold(device.stream()) }.map_err(|error| device.fault("holding a stream", error))?;
+            slot.buffer = None;
+            slot.buffer = Some(self.workspace.take(len)?);
+            slot.len = len;
         }
         Ok(())
-    }
-
-    fn take(&mut self, len: usize) -> Result<&mut Slot, BackendError> {
-        self.grow(len)?;
-        self.next = (self.next + 1) % DEPTH;
-        Ok(&mut self.slots[self.next])
     }
 }
 
@@ -146,29 +155,54 @@ impl Incoming {
     /// there. A rehearsal receives nothing.
     pub(crate) fn recv(&self, out: &Tensor, address: u64) -> Result<(), BackendError> {
         const OP: &str = "recv";
-        let device = &self.end.device;
+        let End { device, stream, communicator, shared } = &self.end;
         if device.is_rehearsing() {
             return Ok(());
         }
-        let sent = self.num_received.fetch_add(1, Ordering::Relaxed);
-        self.end.wait_until(OP, None, || Ok(self.end.num_sent.load(Ordering::Acquire) > sent))?;
+        let serial = shared.num_received.load(Ordering::Relaxed);
+        shared.wait_until(OP, None, || Ok(shared.num_sent.load(Ordering::Acquire) > serial))?;
         let fault = |error| device.fault("receiving hidden states", error);
         device.bind()?;
-        let stream = self.end.stream.0;
-        let range = Range { address, count: out.rows() * out.cols(), data_type: DataType::F32 };
+        let count = out.rows() * out.cols();
         // SAFETY: the tensor is held mutably, and nothing on the ops' stream uses its place any more when `landed`
         // lets the receive begin.
         unsafe {
             self.landed.record(device.stream()).map_err(fault)?;
-            self.landed.hold(stream).map_err(fault)?;
-            self.end.communicator.recv(range, 0, stream.cast())?;
-            self.landed.record(stream).map_err(fault)?;
+            self.landed.hold(stream.0).map_err(fault)?;
         }
-        self.end.wait_until(OP, Some(PATIENCE), || self.landed.is_done().map_err(fault))
+        match communicator {
+            Some(communicator) => {
+                let range = Range { address, count, data_type: DataType::F32 };
+                // SAFETY: as above.
+                unsafe { communicator.recv(range, 0, stream.0.cast()) }?;
+            }
+            None => {
+                let slots = shared.lock_slots();
+                let slot = &slots.slots[serial % DEPTH];
+                let from = slot.buffer.as_ref().filter(|_| slot.len >= count * 4).map_or(0, CudaBuffer::address);
+                pagemill_backend::check::ensure(OP, from != 0, || {
+                    (format!("at most the {} bytes that were sent", slot.len), (count * 4).to_string())
+                })?;
+                // SAFETY: as above; the slot was filled with that much, and is not filled again before `sent`.
+                unsafe {
+                    slot.filled.hold(stream.0).map_err(fault)?;
+                    result::memcpy_dtod_async(address, from, count * 4, stream.0).map_err(fault)?;
+                    slot.sent.record(stream.0).map_err(fault)?;
+                }
+            }
+        }
+        shared.num_received.store(serial + 1, Ordering::Release);
+        // SAFETY: the stream lives as long as its end.
+        unsafe { self.landed.record(stream.0) }.map_err(fault)?;
+        shared.wait_until(OP, Some(PATIENCE), || self.landed.is_done().map_err(fault))
     }
 }
 
-impl End {
+impl Shared {
+    fn lock_slots(&self) -> MutexGuard<'_, Slots> {
+        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Comes back when `is_done`, or with the verdict; one is passed when that takes longer than `patience`.
     fn wait_until(
         &self,

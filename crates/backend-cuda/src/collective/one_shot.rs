@@ -24,6 +24,8 @@ const INBOX_BYTES_PER_RANK: usize = 2 * MAX_BLOCKS * MAX_PACKS * 2 * 16;
 const MAX_BYTES: usize = 512 << 10;
 /// Elements of a block of a sum without a norm at least.
 const MIN_PER_BLOCK: usize = 1024;
+/// Blocks of a launch where ranks share a GPU: those that wait must leave room for what they wait for.
+const MAX_BLOCKS_SHARED: usize = 32;
 
 /// `ReduceArgs` in all_reduce.cu.
 #[repr(C)]
@@ -75,23 +77,24 @@ pub(crate) struct OneShot {
     verdict: Arc<Verdict>,
     rank: usize,
     report: u64,
+    max_blocks: usize,
 }
 
 /// Blocks, and elements of each, of a sum of `count` elements.
-fn cut(count: usize) -> (usize, usize) {
-    let per_block = count.div_ceil(MAX_BLOCKS).max(MIN_PER_BLOCK).next_multiple_of(PACK);
+fn cut(count: usize, max_blocks: usize) -> (usize, usize) {
+    let per_block = count.div_ceil(max_blocks).max(MIN_PER_BLOCK).next_multiple_of(PACK);
     (count.div_ceil(per_block), per_block)
 }
 
 /// Whether a sum of so many elements of this type is taken in one launch.
-fn takes(elem: Elem, count: usize) -> bool {
+fn takes(elem: Elem, count: usize, max_blocks: usize) -> bool {
     let bytes = count * elem.dtype().block_bytes();
-    (1..=MAX_BYTES).contains(&bytes) && count.is_multiple_of(PACK) && cut(count).1 <= PACK * MAX_PACKS
+    (1..=MAX_BYTES).contains(&bytes) && count.is_multiple_of(PACK) && cut(count, max_blocks).1 <= PACK * MAX_PACKS
 }
 
 /// Whether rows are summed, added and normed in one launch.
-fn takes_rows(elem: Elem, rows: usize, cols: usize) -> bool {
-    (1..=MAX_BLOCKS).contains(&rows)
+fn takes_rows(elem: Elem, rows: usize, cols: usize, max_blocks: usize) -> bool {
+    (1..=max_blocks).contains(&rows)
         && cols.is_multiple_of(PACK)
         && (1..=PACK * MAX_PACKS).contains(&cols)
         && rows * cols * elem.dtype().block_bytes() <= MAX_BYTES
@@ -116,6 +119,8 @@ impl OneShot {
                 }
             }
         }
+        let shares = |at: usize| devices[..at].iter().any(|other| other.ordinal() == devices[at].ordinal());
+        let max_blocks = if (0..devices.len()).any(shares) { MAX_BLOCKS_SHARED } else { MAX_BLOCKS };
         let len = INBOX_BYTES_PER_RANK * devices.len();
         let inboxes = devices.iter().map(|device| Inbox::take(device, len, devices));
         let inboxes = Arc::new(inboxes.collect::<Result<Vec<_>, _>>()?);
@@ -131,6 +136,7 @@ impl OneShot {
                 verdict: Arc::clone(verdict),
                 rank,
                 report: verdict.report_address(first_rank + rank),
+                max_blocks,
             })
         };
         devices.iter().zip(kernels).enumerate().map(end).collect::<Result<_, _>>().map(Some)
@@ -139,19 +145,33 @@ impl OneShot {
     /// `x` becomes the sum, if it is taken so.
     pub(crate) fn sum(&self, part: Part) -> Result<bool, BackendError> {
         let count = part.rows * part.cols;
-        if !takes(part.x.elem, count) {
+        if !takes(part.x.elem, count, self.max_blocks) {
             return Ok(false);
         }
-        let (blocks, per_block) = cut(count);
+        let (blocks, per_block) = cut(count, self.max_blocks);
         let args = self.args(part, per_block);
         let threads = word(per_block.div_ceil(PACK).next_multiple_of(32)).min(MAX_THREADS);
         self.launch(self.sum[part.x.elem as usize], blocks, threads, &args)?;
         Ok(true)
     }
 
+    /// `x` becomes the sum, however large, in as many launches as that takes.
+    pub(crate) fn sum_in_pieces(&self, part: Part) -> Result<(), BackendError> {
+        let (count, size) = (part.rows * part.cols, part.x.elem.dtype().block_bytes());
+        let most = (MAX_BYTES / size).min(self.max_blocks * PACK * MAX_PACKS);
+        for first in (0..count).step_by(most) {
+            let x = View { address: part.x.address + (first * size) as u64, elem: part.x.elem };
+            if !self.sum(Part { x, rows: 1, cols: most.min(count - first) })? {
+                let detail = format!("ranks that share a GPU sum multiples of {PACK} elements, not {count}");
+                return Err(BackendError::Collective { op: "all_reduce", detail });
+            }
+        }
+        Ok(())
+    }
+
     /// `residual += sum`, then the norm, if it is taken so.
     pub(crate) fn sum_add_norm(&self, part: Part, task: &AddNorm) -> Result<bool, BackendError> {
-        if !takes_rows(part.x.elem, part.rows, part.cols) {
+        if !takes_rows(part.x.elem, part.rows, part.cols, self.max_blocks) {
             return Ok(false);
         }
         let AddNorm { residual, weight, out, eps } = *task;
@@ -200,22 +220,23 @@ mod tests {
 
     #[test]
     fn every_sum_fits_its_blocks() {
-        for elem in Elem::ALL {
+        for (elem, most) in Elem::ALL.into_iter().flat_map(|elem| [(elem, MAX_BLOCKS), (elem, MAX_BLOCKS_SHARED)]) {
             for count in (4..=262_144).step_by(4).chain([262_148, 1 << 20]) {
                 let bytes = count * elem.dtype().block_bytes();
-                assert_eq!(takes(elem, count), bytes <= MAX_BYTES, "{count}");
-                let (blocks, per_block) = cut(count);
-                if takes(elem, count) {
-                    assert!(blocks <= MAX_BLOCKS && per_block <= PACK * MAX_PACKS, "{count}");
+                assert_eq!(takes(elem, count, most), bytes <= MAX_BYTES, "{count}");
+                let (blocks, per_block) = cut(count, most);
+                if takes(elem, count, most) {
+                    assert!(blocks <= most && per_block <= PACK * MAX_PACKS, "{count}");
                     assert!((blocks - 1) * per_block < count && blocks * per_block >= count, "{count}");
                 }
             }
-            assert!(!takes(elem, 0) && !takes(elem, 6));
+            assert!(!takes(elem, 0, most) && !takes(elem, 6, most));
         }
     }
 
     #[test]
     fn rows_are_whole_and_few() {
+        let takes_rows = |elem, rows, cols| takes_rows(elem, rows, cols, MAX_BLOCKS);
         assert!(takes_rows(Elem::Bf16, 1, 4096) && takes_rows(Elem::Bf16, 64, 4096) && takes_rows(Elem::Bf16, 32, 8192));
         assert!(!takes_rows(Elem::Bf16, 65, 4096), "beyond the bytes of a sum");
         assert!(!takes_rows(Elem::F32, 129, 64), "beyond the blocks");

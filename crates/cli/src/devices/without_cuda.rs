@@ -1,5 +1,6 @@
 //! GPUs in a build without the feature `cuda`: none, and a sentence when one is asked for.
 
+use super::{SumTask, SumTimes};
 use anyhow::{Result, bail};
 use pagemill_backend::{ActivationMode, Backend};
 use pagemill_engine::RankContext;
@@ -22,4 +23,9 @@ pub fn open(ordinal: usize, _activations: ActivationMode) -> Result<Arc<dyn Back
 /// Opens a GPU for each rank.
 pub fn open_ranks(ordinals: &[usize], _activations: ActivationMode, _ranks_per_stage: usize) -> Result<Vec<RankContext>> {
     bail!("device = cuda: {NONE}; {} ranks were to run on GPUs", ordinals.len())
+}
+
+/// Times sums over GPUs.
+pub fn time_sums(_ordinals: &[usize], _task: &SumTask) -> Result<Vec<SumTimes>> {
+    bail!("{NONE}")
 }
