@@ -155,10 +155,7 @@ impl CudaCollective {
     }
 
     /// Enqueues a collective of NCCL between two marks, by which the watch knows how long it takes.
-    fn marked(
-        &self,
-        enqueue: impl FnOnce(sys::CUstream) -> Result<(), BackendError>,
-    ) -> Result<(), BackendError> {
+    fn marked(&self, enqueue: impl FnOnce(sys::CUstream) -> Result<(), BackendError>) -> Result<(), BackendError> {
         self.mark()?;
         enqueue(self.device.stream())?;
         self.mark()
@@ -188,7 +185,14 @@ impl CudaCollective {
     }
 
     /// Columns at `from` `[R, n]` to `to` columns of a tensor of `pitch` bytes a row. Both f32.
-    fn copy_columns(&self, from: u64, to: u64, rows: usize, row_bytes: usize, pitch: usize) -> Result<(), BackendError> {
+    fn copy_columns(
+        &self,
+        from: u64,
+        to: u64,
+        rows: usize,
+        row_bytes: usize,
+        pitch: usize,
+    ) -> Result<(), BackendError> {
         let copy = sys::CUDA_MEMCPY2D {
             srcXInBytes: 0,
             srcY: 0,
@@ -236,7 +240,9 @@ impl Collective for CudaCollective {
         match &self.one_shot {
             Some(one_shot) => one_shot.sum_in_pieces(part(OP, x)?),
             None if self.ranks_per_stage == 1 => Ok(()),
-            None => Err(BackendError::Collective { op: OP, detail: "the stage's GPUs do not reach one another".into() }),
+            None => {
+                Err(BackendError::Collective { op: OP, detail: "the stage's GPUs do not reach one another".into() })
+            }
         }
     }
 

@@ -185,7 +185,8 @@ impl Device {
     pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|error| self.fault("a step on the device", error))?;
+        unsafe { result::stream::synchronize(self.stream) }
+            .map_err(|error| self.fault("a step on the device", error))?;
         match self.called_off.get().and_then(|reason| reason.get()) {
             Some(reason) => Err(BackendError::Collective { op: "step", detail: reason.clone() }),
             None => Ok(()),

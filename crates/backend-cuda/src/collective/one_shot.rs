@@ -237,7 +237,9 @@ mod tests {
     #[test]
     fn rows_are_whole_and_few() {
         let takes_rows = |elem, rows, cols| takes_rows(elem, rows, cols, MAX_BLOCKS);
-        assert!(takes_rows(Elem::Bf16, 1, 4096) && takes_rows(Elem::Bf16, 64, 4096) && takes_rows(Elem::Bf16, 32, 8192));
+        assert!(
+            takes_rows(Elem::Bf16, 1, 4096) && takes_rows(Elem::Bf16, 64, 4096) && takes_rows(Elem::Bf16, 32, 8192)
+        );
         assert!(!takes_rows(Elem::Bf16, 65, 4096), "beyond the bytes of a sum");
         assert!(!takes_rows(Elem::F32, 129, 64), "beyond the blocks");
         assert!(!takes_rows(Elem::F32, 1, 8196), "beyond a block's packs");

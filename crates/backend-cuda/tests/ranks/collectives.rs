@@ -1,6 +1,6 @@
 //! Sums, gathers and transfers against the host's, to the bit, and what happens when a rank is lost.
 
-use crate::support::{Rank, activation, bits, host, numbers, on_all, rounded, say, share_a_gpu, tensor, world};
+use crate::support::{Rank, activation, alone, bits, host, numbers, on_all, rounded, say, share_a_gpu, tensor, world};
 use pagemill_backend::{Backend, Collective, Norm};
 use pagemill_backend_cuda::{Activations, SumBy};
 use std::time::{Duration, Instant};
@@ -67,6 +67,7 @@ fn check_sums(ranks: &[Rank], activations: Activations) {
 
 #[test]
 fn one_rank_over_nccl() {
+    let _alone = alone();
     for activations in BOTH {
         let Some(ranks) = world(1, 1, activations) else { return };
         check_sums(&ranks, activations);
@@ -81,6 +82,7 @@ fn one_rank_over_nccl() {
 
 #[test]
 fn two_ranks_sum_to_the_bit() {
+    let _alone = alone();
     for activations in BOTH {
         let Some(ranks) = world(1, 2, activations) else { return };
         check_sums(&ranks, activations);
@@ -90,6 +92,7 @@ fn two_ranks_sum_to_the_bit() {
 /// One launch against the sum, then the addition with the norm: the same bits, on both ranks.
 #[test]
 fn sums_are_added_and_normed() {
+    let _alone = alone();
     for activations in BOTH {
         let Some(ranks) = world(1, 2, activations) else { return };
         for (rows, cols) in [(1, 64), (1, 4096), (5, 2880), (16, 8192), (64, 4096), (33, 100), (2, 8196), (129, 64)] {
@@ -132,6 +135,7 @@ fn sums_are_added_and_normed() {
 /// Many sums in a row with nothing between them: nobody overwrites what a peer still reads.
 #[test]
 fn sums_follow_each_other_closely() {
+    let _alone = alone();
     let Some(ranks) = world(1, 2, Activations::F32) else { return };
     let (rows, cols, calls) = (4, 4096, 2000);
     let results = on_all(&ranks, |at, rank| {
@@ -154,6 +158,7 @@ fn sums_follow_each_other_closely() {
 
 #[test]
 fn columns_come_in_rank_order() {
+    let _alone = alone();
     let Some(ranks) = world(1, 2, Activations::Bf16) else { return };
     for (rows, cols) in [(1, 6), (1, 64128), (8, 33), (256, 100)] {
         let results = on_all(&ranks, |at, rank| {
@@ -163,8 +168,9 @@ fn columns_come_in_rank_order() {
             host(&*rank.backend, &out)
         });
         let parts = [numbers(0, rows * cols), numbers(1, rows * cols)];
-        let want: Vec<f32> =
-            (0..rows).flat_map(|row| parts.iter().flat_map(move |p| p[row * cols..(row + 1) * cols].to_vec())).collect();
+        let want: Vec<f32> = (0..rows)
+            .flat_map(|row| parts.iter().flat_map(move |p| p[row * cols..(row + 1) * cols].to_vec()))
+            .collect();
         for got in results {
             assert_eq!(bits(&got), bits(&want), "{rows} x {cols}");
         }
@@ -173,6 +179,7 @@ fn columns_come_in_rank_order() {
 
 #[test]
 fn hidden_states_arrive_in_order() {
+    let _alone = alone();
     let Some(ranks) = world(2, 1, Activations::Bf16) else { return };
     let shapes = [(1, 64), (512, 4096), (3, 64), (1, 64), (64, 512), (64, 512), (2, 4)];
     let results = on_all(&ranks, |stage, rank| {
@@ -202,9 +209,11 @@ fn hidden_states_arrive_in_order() {
 /// Both kinds of sums: the other rank is told of the loss while its GPU waits.
 #[test]
 fn a_lost_rank_ends_the_others_waits() {
+    let _alone = alone();
     for (rows, what) in [(1, "one launch"), (4096, "NCCL")] {
         let Some(ranks) = world(1, 2, Activations::Bf16) else { return };
         let started = Instant::now();
+        let mut late = activation(&*ranks[0].backend, 1, 64, &[1.0; 64]);
         let outcomes = on_all(&ranks, |at, rank| {
             if at == 1 {
                 std::thread::sleep(Duration::from_millis(300));
@@ -220,14 +229,14 @@ fn a_lost_rank_ends_the_others_waits() {
             assert!(error.contains("rank 1 is out of paper"), "{what}: {error}");
         }
         assert!(started.elapsed() < Duration::from_secs(5), "{what}: {:?}", started.elapsed());
-        let mut x = activation(&*ranks[0].backend, 1, 64, &[1.0; 64]);
-        assert!(ranks[0].collective.all_reduce(&mut x).is_err(), "{what}: called again");
+        assert!(ranks[0].collective.all_reduce(&mut late).is_err(), "{what}: called again");
     }
 }
 
 /// A rank that never comes: the wait ends by itself, with a sentence.
 #[test]
 fn a_rank_that_hangs_is_told() {
+    let _alone = alone();
     for (rows, what) in [(1, "all-reduce"), (4096, "a collective")] {
         let Some(ranks) = world(1, 2, Activations::Bf16) else { return };
         let started = Instant::now();

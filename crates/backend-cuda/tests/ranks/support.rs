@@ -3,11 +3,22 @@
 use pagemill_backend::{Backend, Tensor};
 use pagemill_backend_cuda::{Activations, CudaBackend, CudaCollective, CudaConfig};
 use std::io::Write;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
 
 /// Past the test harness, which would hold it back.
 pub fn say(line: &str) {
     writeln!(std::io::stderr(), "{line}").unwrap();
+}
+
+/// One test at a time: ranks that wait on a GPU take room from those of other tests. Held to a test's end.
+pub fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    static EAGER: Once = Once::new();
+    let guard = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // Ranks that share a GPU: a kernel that is loaded late would wait for those that wait for it.
+    // SAFETY: once, before the driver is loaded, and under the standard library's lock.
+    EAGER.call_once(|| unsafe { std::env::set_var("CUDA_MODULE_LOADING", "EAGER") });
+    guard
 }
 
 /// GPUs for `count` ranks: one each, or all on the first where there are fewer. `None`, said, where there is none.
@@ -56,8 +67,7 @@ pub fn share_a_gpu(ranks: &[Rank]) -> bool {
 pub fn on_all<T: Send>(ranks: &[Rank], work: impl Fn(usize, &Rank) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
         let work = &work;
-        let threads: Vec<_> =
-            ranks.iter().enumerate().map(|(at, rank)| scope.spawn(move || work(at, rank))).collect();
+        let threads: Vec<_> = ranks.iter().enumerate().map(|(at, rank)| scope.spawn(move || work(at, rank))).collect();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }

@@ -1,6 +1,6 @@
 //! The zoo over two GPUs, tensor and pipeline parallel, against its float32 golden outputs and against one GPU.
 
-use crate::support::{say, world};
+use crate::support::{alone, say, world};
 use pagemill_backend::{DType, SoloCollective};
 use pagemill_backend_cuda::{Activations, CudaBackend, CudaConfig};
 use pagemill_engine::{
@@ -75,6 +75,7 @@ fn check_tokens(what: &str, prompt: &Value, got: &[u32], want: &[u32], most: f64
 }
 
 fn check_over(mode: ParallelMode) {
+    let _alone = alone();
     for (activations, kv_dtype, most, margin) in LIMITS {
         for name in NAMES {
             let golden: Value =

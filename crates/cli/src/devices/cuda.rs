@@ -74,7 +74,7 @@ fn time_on(backend: &CudaBackend, rank: &CudaCollective, task: &SumTask) -> Resu
         backend.copy_from_host(&vec![0.0; rows * cols], &mut residual)?;
         let calls = if rows > 1024 { calls.div_ceil(10) } else { calls };
         // The first round pays for what the others find; each ends on all ranks at the same time.
-        let mut time = |call: &mut dyn FnMut() -> Result<bool, BackendError>| {
+        let time = |call: &mut dyn FnMut() -> Result<bool, BackendError>| {
             let mut best = f64::INFINITY;
             for round in 0..4 {
                 backend.wait()?;

@@ -55,7 +55,10 @@ impl Device {
             bail!("device = {name}: this machine has {count} GPU(s), counted from 0, for {num_ranks} rank(s)");
         }
         if (0..ordinals.len()).any(|at| ordinals[..at].contains(&ordinals[at])) {
-            tracing::warn!("device = {name}: ranks share a GPU, to try a layout out; this is slower than one rank on it");
+            tracing::warn!(
+                "device = {name}: ranks share a GPU, to try a layout out; that is slower than one rank, and needs \
+                 CUDA_MODULE_LOADING=EAGER in the environment"
+            );
         }
         Ok(Self::Cuda(ordinals))
     }

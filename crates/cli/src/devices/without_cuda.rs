@@ -21,7 +21,11 @@ pub fn open(ordinal: usize, _activations: ActivationMode) -> Result<Arc<dyn Back
 }
 
 /// Opens a GPU for each rank.
-pub fn open_ranks(ordinals: &[usize], _activations: ActivationMode, _ranks_per_stage: usize) -> Result<Vec<RankContext>> {
+pub fn open_ranks(
+    ordinals: &[usize],
+    _activations: ActivationMode,
+    _ranks_per_stage: usize,
+) -> Result<Vec<RankContext>> {
     bail!("device = cuda: {NONE}; {} ranks were to run on GPUs", ordinals.len())
 }
 
