@@ -27,6 +27,8 @@ struct EmbedPackedArgs {
     float* out;          // [gridDim.x, cols]
     uint32_t cols;
     float scale;
+    uint32_t first_id; // the table's first row's
+    uint32_t num_rows; // V; the rows of all other ids are zero
 };
 
 template <class V> __device__ __forceinline__ void write(char* to, V value) { *reinterpret_cast<V*>(to) = value; }
@@ -134,7 +136,13 @@ template <class F> __device__ __forceinline__ void widen_packed(const WidenPacke
 
 /// One thread block a row; a thread takes lane c's eight elements of each strip of a tile.
 template <class F> __device__ __forceinline__ void embed_packed(const EmbedPackedArgs& args) {
-    const uint32_t row = args.ids[blockIdx.x], k_tiles = (args.cols + TILE_COLS - 1) / TILE_COLS;
+    const uint32_t row = args.ids[blockIdx.x] - args.first_id; // wraps below the first
+    if (row >= args.num_rows) {
+        float* out = args.out + static_cast<size_t>(blockIdx.x) * args.cols;
+        for (uint32_t c = threadIdx.x; c < args.cols; c += blockDim.x) out[c] = 0.0f;
+        return;
+    }
+    const uint32_t k_tiles = (args.cols + TILE_COLS - 1) / TILE_COLS;
     const int g = row % HALF_ROWS, h = row % TILE_ROWS / HALF_ROWS;
     const Spread spread;
     for (uint32_t i = threadIdx.x; i < k_tiles * 4; i += blockDim.x) {

@@ -15,11 +15,18 @@ struct EmbedArgs {
     uint64_t row_bytes;
     uint32_t cols;
     float scale;
+    uint32_t first_id; // the table's first row's
+    uint32_t num_rows; // V; the rows of all other ids are zero
 };
 
 template <class W, class To> __device__ __forceinline__ void embed(const EmbedArgs& args) {
-    const uint8_t* row = args.table + args.ids[blockIdx.x] * args.row_bytes;
+    const uint32_t id = args.ids[blockIdx.x] - args.first_id; // wraps below the first
     To* out = static_cast<To*>(args.out) + size_t(blockIdx.x) * args.cols;
+    if (id >= args.num_rows) {
+        for (uint32_t c = threadIdx.x; c < args.cols; c += blockDim.x) out[c] = from_f32<To>(0.0f);
+        return;
+    }
+    const uint8_t* row = args.table + id * args.row_bytes;
     for (uint32_t c = threadIdx.x; c < args.cols; c += blockDim.x) {
         out[c] = from_f32<To>(element<W>(row, c) * args.scale);
     }

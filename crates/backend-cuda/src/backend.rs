@@ -12,8 +12,10 @@
 //! from the lengths of all, so that every multiprocessor has work. With [`CudaConfig::deterministic`] there is no
 //! exception.
 
+mod embedding;
 mod launches;
 mod pools;
+mod ranks;
 mod weights;
 
 use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
@@ -303,6 +305,14 @@ impl Backend for CudaBackend {
         Ok(DeviceBatch { layout, device: Some(Box::new(device)) })
     }
 
+    fn wait(&self) -> Result<(), BackendError> {
+        self.device.synchronize()
+    }
+
+    fn rehearse(&self, on: bool) {
+        self.device.set_rehearsing(on);
+    }
+
     fn begin_forward(&self) {}
 
     fn end_forward(&self) {}
@@ -334,18 +344,21 @@ impl Backend for CudaBackend {
 
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError> {
         const OP: &str = "embed";
-        ensure_shape(OP, "out", out, ids.len(), table.cols())?;
         if let Some(id) = ids.iter().find(|&&id| id as usize >= table.rows()) {
             return Err(shape_error(OP, format!("token ids below {}", table.rows()), id.to_string()));
         }
-        // A recorded step's ids are uploaded before it runs.
-        let ids_address = if lock(&self.records).is_recording() {
-            lock(&self.batch).ids_address()
-        } else {
-            lock(&self.batch).upload_ids(OP, ids)?
-        };
-        let num_tokens = to_u32(OP, "tokens", ids.len())?;
-        self.linear.embed(matrix(OP, table)?, ids_address, num_tokens, scale, view_f32(OP, out)?)
+        self.embed_rows(OP, table, 0, ids, scale, out)
+    }
+
+    fn embed_part(
+        &self,
+        table: &Weight,
+        first_id: usize,
+        ids: &[u32],
+        scale: f32,
+        out: &mut Tensor,
+    ) -> Result<(), BackendError> {
+        self.embed_rows("embed_part", table, first_id, ids, scale, out)
     }
 
     fn rms_norm(&self, x: &Tensor, weight: &Tensor, eps: f32, out: &mut Tensor) -> Result<(), BackendError> {

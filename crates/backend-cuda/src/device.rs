@@ -5,6 +5,8 @@ use crate::kernels::Launch;
 use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
 use std::ffi::c_void;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 
 /// A GPU whose primary context this process holds.
 pub(crate) struct Device {
@@ -15,6 +17,10 @@ pub(crate) struct Device {
     name: String,
     capability: (i32, i32),
     num_multiprocessors: usize,
+    /// Whether ops only take what they would take: ranks rehearse without one another.
+    rehearsing: AtomicBool,
+    /// Filled where the device is a rank among others: why they have given up, once they have.
+    called_off: OnceLock<Arc<OnceLock<String>>>,
 }
 
 // SAFETY: context and stream are handles that the driver lets any thread use; every entry binds the
@@ -89,12 +95,55 @@ impl Device {
         let stream =
             result::stream::create(result::stream::StreamKind::NonBlocking).map_err(fault("creating a stream"))?;
         let num_multiprocessors = usize::try_from(multiprocessors).unwrap_or(1);
-        Ok(Self { ordinal, handle, context, stream, name, capability, num_multiprocessors })
+        Ok(Self {
+            ordinal,
+            handle,
+            context,
+            stream,
+            name,
+            capability,
+            num_multiprocessors,
+            rehearsing: AtomicBool::new(false),
+            called_off: OnceLock::new(),
+        })
     }
 
     /// `cuda:0`.
     pub(crate) fn label(&self) -> String {
         format!("cuda:{}", self.ordinal)
+    }
+
+    /// As the driver counts it.
+    pub(crate) fn ordinal(&self) -> i32 {
+        self.ordinal
+    }
+
+    /// Whether kernels here can reach the memory of `peer` (of another GPU, or the same).
+    pub(crate) fn reaches(&self, peer: &Device) -> Result<bool, BackendError> {
+        if self.ordinal == peer.ordinal {
+            return Ok(true);
+        }
+        let mut reaches = 0;
+        // SAFETY: both handles were given by the driver.
+        unsafe { sys::cuDeviceCanAccessPeer(&raw mut reaches, self.handle, peer.handle) }
+            .result()
+            .map_err(|error| self.fault("asking for peer access", error))?;
+        Ok(reaches != 0)
+    }
+
+    /// See `Backend::rehearse`.
+    pub(crate) fn set_rehearsing(&self, on: bool) {
+        self.rehearsing.store(on, Ordering::Relaxed);
+    }
+
+    /// Whether nothing needs to be computed.
+    pub(crate) fn is_rehearsing(&self) -> bool {
+        self.rehearsing.load(Ordering::Relaxed)
+    }
+
+    /// Makes the device a rank among others: what it has computed is worth nothing once `reason` is there.
+    pub(crate) fn join(&self, reason: &Arc<OnceLock<String>>) {
+        let _ = self.called_off.set(Arc::clone(reason));
     }
 
     /// As the vendor names it.
@@ -137,7 +186,12 @@ impl Device {
     pub(crate) fn synchronize(&self) -> Result<(), BackendError> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        unsafe { result::stream::synchronize(self.stream) }.map_err(|error| self.fault("a step on the device", error))
+        unsafe { result::stream::synchronize(self.stream) }
+            .map_err(|error| self.fault("a step on the device", error))?;
+        match self.called_off.get().and_then(|reason| reason.get()) {
+            Some(reason) => Err(BackendError::Collective { op: "step", detail: reason.clone() }),
+            None => Ok(()),
+        }
     }
 
     /// Free and total bytes of device memory.

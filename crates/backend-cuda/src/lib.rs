@@ -5,7 +5,7 @@
 //!
 //! Read in this order: `device` (driver, context, stream) → `memory` and `staging` (who owns which bytes, how
 //! they get there) → `images` (kernels) → `batch`, `rows`, `attention`, `linear`, `sampling`
-//! (the ops) → `graphs` (recorded forwards) → `backend` (the contract).
+//! (the ops) → `graphs` (recorded forwards) → `backend` (the contract) → `collective` (ranks on several GPUs).
 //!
 //! Kernels lie in `kernels/*.cu`, one image for each file and architecture. Host arguments of a kernel are one
 //! `repr(C)` struct passed by value, whose fields repeat those in the `.cu` file.
@@ -18,6 +18,7 @@ mod attention;
 mod backend;
 mod batch;
 mod check;
+mod collective;
 mod device;
 mod graphs;
 mod images;
@@ -35,3 +36,4 @@ mod tensor_map;
 
 pub use attention::AttentionLaunches;
 pub use backend::{Activations, CudaBackend, CudaConfig};
+pub use collective::{CudaCollective, SumBy};

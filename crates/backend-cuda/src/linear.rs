@@ -55,6 +55,18 @@ struct EmbedArgs {
     row_bytes: u64,
     cols: u32,
     scale: f32,
+    first_id: u32,
+    num_rows: u32,
+}
+
+/// Which rows of an embedding are wanted; ids are on the device.
+pub(crate) struct Lookup {
+    /// `[num_tokens]`.
+    pub(crate) ids: u64,
+    pub(crate) num_tokens: u32,
+    /// The id of the table's first row. Rows of ids that the table lacks become zero.
+    pub(crate) first_id: u32,
+    pub(crate) scale: f32,
 }
 
 /// `WidenArgs` in weights_plain.cu.
@@ -261,29 +273,24 @@ impl LinearOps {
         self.stored.get(&dtype).ok_or_else(|| self.device.broken(format!("a weight of {dtype}")))
     }
 
-    /// `out[t] = table[ids[t]] * scale` in f32; `ids` are on the device.
-    pub(crate) fn embed(
-        &self,
-        table: Matrix<'_>,
-        ids: u64,
-        num_tokens: u32,
-        scale: f32,
-        out: u64,
-    ) -> Result<(), BackendError> {
+    /// `out[t] = table[ids[t] - first_id] * scale` in f32.
+    pub(crate) fn embed(&self, table: Matrix<'_>, lookup: &Lookup, out: u64) -> Result<(), BackendError> {
         if let Some(format) = table.weight.packed {
-            return self.embed_packed(format, table, ids, num_tokens, scale, out);
+            return self.embed_packed(format, table, lookup, out);
         }
         let args = EmbedArgs {
             table: table.weight.address(),
-            ids,
+            ids: lookup.ids,
             out,
             row_bytes: table.row_bytes() as u64,
             cols: word(table.cols),
-            scale,
+            scale: lookup.scale,
+            first_id: lookup.first_id,
+            num_rows: word(table.rows),
         };
         let function = self.stored(table.weight.dtype)?.embed;
-        // SAFETY: the struct is the kernel's; the op checked the ids and the shape of `out`.
-        unsafe { self.device.launch(function.0, (num_tokens, 1), 256, 0, &args) }
+        // SAFETY: the struct is the kernel's, which reads the table's own rows only; the op checked the shape of `out`.
+        unsafe { self.device.launch(function.0, (lookup.num_tokens, 1), 256, 0, &args) }
     }
 
     /// Widens a float weight to f32.

@@ -5,6 +5,7 @@ use crate::device::Device;
 use cudarc::driver::{result, sys};
 use pagemill_backend::{BackendError, DType, DeviceBuffer};
 use std::any::Any;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// An owned range of device memory, 256-byte aligned.
@@ -188,6 +189,19 @@ impl PinnedMemory {
         // SAFETY: initialised in `take`, valid as long as `self` lives, and `&mut self` makes this the only
         // borrow.
         unsafe { std::slice::from_raw_parts_mut(self.ptr, self.len) }
+    }
+
+    /// Word `at`, which kernels write and read while the host does.
+    pub(crate) fn word(&self, at: usize) -> &AtomicU32 {
+        assert!((at + 1) * 4 <= self.len, "more words than were pinned");
+        // SAFETY: aligned and inside the range by the line above, initialised in `take`, valid as long as `self`; all
+        // accesses of a range used so go through here or through kernels.
+        unsafe { AtomicU32::from_ptr(self.ptr.cast::<u32>().add(at)) }
+    }
+
+    /// Where kernels of any device find word `at`: host addresses are theirs too.
+    pub(crate) fn word_address(&self, at: usize) -> u64 {
+        self.ptr as u64 + at as u64 * 4
     }
 
     /// The first `count` floats. Page aligned, and every bit pattern is a float.

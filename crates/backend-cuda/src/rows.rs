@@ -92,7 +92,7 @@ pub(crate) struct RowOps {
 }
 
 /// Threads for rows of so many columns, four of them at a time: enough that each has a few, in whole warps.
-fn norm_threads(cols: u32) -> u32 {
+pub(crate) fn norm_threads(cols: u32) -> u32 {
     (cols.div_ceil(4)).next_multiple_of(32).clamp(32, 512)
 }
 

@@ -1,7 +1,7 @@
 //! How ranks talk. One rank needs none of it; the calls are there from the first day so that layers
 //! own their sharding.
 
-use crate::{BackendError, Tensor};
+use crate::{BackendError, Norm, Tensor};
 
 /// Collectives between the tensor-parallel ranks of a stage and the stages of a pipeline. Every rank
 /// calls the same collectives in the same order; sums run in rank order, so results are
@@ -11,8 +11,21 @@ pub trait Collective: Send + Sync {
     fn rank(&self) -> usize;
     /// Ranks in the stage.
     fn world_size(&self) -> usize;
-    /// `x` becomes the sum of all ranks' `x`, element by element. Blocks.
+    /// `x` becomes the sum of all ranks' `x`, element by element. Blocks, on a device with a stream only what
+    /// comes later there.
     fn all_reduce(&self, x: &mut Tensor) -> Result<(), BackendError>;
+    /// `residual += the sum of all ranks' x`, then `out = norm of residual`, in one go and with the bits of
+    /// [`Collective::all_reduce`] and [`crate::Backend::add_rms_norm`]; `x` is undefined then. False, and nothing
+    /// done, where that is not faster than the two: on every rank alike. All `[rows, cols]`.
+    fn all_reduce_add_norm(
+        &self,
+        _x: &mut Tensor,
+        _residual: &mut Tensor,
+        _norm: Norm<'_>,
+        _out: &mut Tensor,
+    ) -> Result<bool, BackendError> {
+        Ok(false)
+    }
     /// Columns of all ranks side by side, in rank order: `[R, n]` each gives `[R, n * world_size]`.
     fn all_gather_cols(&self, x: &Tensor, out: &mut Tensor) -> Result<(), BackendError>;
     /// Sends hidden states to the stage `peer`.

@@ -314,6 +314,12 @@ pub trait Backend: Send + Sync {
     /// and block inside the pool. The only place where batch metadata is validated.
     fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError>;
 
+    /// Waits until what was begun on this device is done, where ops return before that. For ranks whose results
+    /// nobody reads: how long they compute is then known.
+    fn wait(&self) -> Result<(), BackendError> {
+        Ok(())
+    }
+
     /// Brackets a forward: wakes the threads (or opens a stream section). Ops outside work, slower.
     fn begin_forward(&self);
 

@@ -44,7 +44,7 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
     {
         bail!("quantization = {q}: this version runs weights as they are stored (as-stored)");
     }
-    let device = Device::parse(settings.device.as_deref())?;
+    let device = Device::parse(settings.device.as_deref(), parallel.num_ranks())?;
     let defaults = device.engine_defaults();
     let max_batch_size = positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size);
     let prefill_chunk_size =
@@ -58,7 +58,7 @@ pub fn engine_config(settings: EngineSettings) -> Result<Config> {
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
         plan_ahead: settings.plan_ahead.unwrap_or(defaults.plan_ahead),
         block_size: block_size(settings.block_size.unwrap_or(defaults.block_size))?,
-        kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), device)?,
+        kv_dtype: kv_dtype(settings.kv_dtype.as_deref(), &device)?,
         kv_layout: kv_layout(settings.kv_layout.as_deref())?,
         kv_cache_bytes: settings.kv_cache_bytes.as_deref().map(|s| parse_bytes(s, "kv_cache_bytes")).transpose()?,
         prefix_cache: settings.prefix_cache.unwrap_or(defaults.prefix_cache),
@@ -147,10 +147,10 @@ fn load_format(text: Option<&str>, dummy_type: Option<&str>) -> Result<LoadForma
     }
 }
 
-fn kv_dtype(text: Option<&str>, device: Device) -> Result<DType> {
+fn kv_dtype(text: Option<&str>, device: &Device) -> Result<DType> {
     match text {
         None | Some("f16" | "auto" | "float16") => Ok(DType::F16),
-        Some("bf16" | "bfloat16") if device != Device::Cpu => Ok(DType::BF16),
+        Some("bf16" | "bfloat16") if *device != Device::Cpu => Ok(DType::BF16),
         Some("f32" | "float32") => Ok(DType::F32),
         Some(other) => bail!("kv_dtype = {other}: this version keeps KV in f16 or f32, on a GPU also in bf16"),
     }

@@ -2,7 +2,8 @@
 //! the others. The rest of the program sees no MPI: the feature `mpi` chooses the file that does.
 
 use crate::config::Config;
-use anyhow::Result;
+use crate::devices::Device;
+use anyhow::{Result, bail};
 use pagemill_mpi::World;
 
 #[cfg(feature = "mpi")]
@@ -32,5 +33,12 @@ pub enum Part {
 /// An environment that does not fit the configuration; processes that do not find each other.
 pub fn join(config: &Config, rank_port: u16) -> Result<Part> {
     let world = World::from_environment(&|name| std::env::var(name).ok(), config.engine.parallel)?;
-    world.map_or(Ok(Part::Alone), |world| parts::join(world, config, rank_port))
+    let Some(world) = world else { return Ok(Part::Alone) };
+    if config.device != Device::Cpu {
+        bail!(
+            "device: {} processes run on the CPU only in this version (--device cpu); GPUs of one host need no launcher",
+            world.size
+        );
+    }
+    parts::join(world, config, rank_port)
 }

@@ -1,13 +1,11 @@
 //! The devices that a model is laid out over, and what was found out about them at start. Ranks are
-//! threads of this process that share the machine's threads out.
+//! threads of this process that share the machine's cores out, or have a GPU each.
 
 use crate::config::Config;
-use crate::devices::{self, Device};
-use anyhow::{Context, Result, bail};
-use pagemill_backend::{Backend, CpuBackend, SharedCollective, SoloCollective};
-use pagemill_engine::{ParallelMode, PipelineStatus, RankContext};
+use crate::devices;
+use anyhow::Result;
+use pagemill_engine::{PipelineStatus, RankContext};
 use std::fmt::Write as _;
-use std::sync::Arc;
 
 /// The ranks of a configuration, stage by stage.
 pub struct Ranks {
@@ -22,27 +20,9 @@ pub struct Ranks {
 /// # Errors
 /// The device cannot be started.
 pub fn open(config: &Config) -> Result<Ranks> {
-    let mode = config.engine.parallel;
-    let open = |cpu| CpuBackend::new(cpu).context("starting the CPU device");
-    if mode == ParallelMode::SOLO {
-        let backend = devices::open(config)?;
-        let description = backend.info().description;
-        let rank = RankContext { backend, collective: Arc::new(SoloCollective) };
-        return Ok(Ranks { contexts: vec![rank], description });
-    }
-    if config.device != Device::Cpu {
-        bail!("tensor_parallel, pipeline_parallel: this version runs several ranks on the CPU only (--device cpu)");
-    }
-    let world = SharedCollective::world(mode.tensor_parallel, mode.pipeline_parallel);
-    let mut contexts = Vec::with_capacity(mode.num_ranks());
-    let mut description = String::new();
-    for (cpu, collective) in config.cpu.divided(mode.num_ranks()).into_iter().zip(world) {
-        let backend = open(cpu)?;
-        if description.is_empty() {
-            description = format!("{} × {} ranks", backend.info().description, mode.num_ranks());
-        }
-        contexts.push(RankContext { backend: Arc::new(backend), collective: Arc::new(collective) });
-    }
+    let contexts = devices::open_ranks(config)?;
+    let first = contexts.first().map(|rank| rank.backend.info().description).unwrap_or_default();
+    let description = if contexts.len() == 1 { first } else { format!("{first} × {} ranks", contexts.len()) };
     Ok(Ranks { contexts, description })
 }
 

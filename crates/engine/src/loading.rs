@@ -5,6 +5,7 @@ use crate::limits::Limits;
 use crate::memory::{KvDemand, KvFactors, size_kv_pool};
 use crate::micro_batches;
 use crate::pipeline::PipelineExecutor;
+use crate::rank_memory::{RankMemory, room_for_all};
 use crate::ranks::BringUp;
 use crate::stage_costs;
 use crate::worker::{PaddingBlocks, Worker};
@@ -73,24 +74,31 @@ pub fn build_engine_on(
     check_ranks(&ranks, config)?;
     let spec = pagemill_model::read_spec(checkpoint)?;
     let mut limits = Limits::resolve(&spec, config)?;
-    // One host's memory, which all ranks share; on GPUs there is one rank.
     let Some(backend) = ranks.first().map(|rank| &rank.backend) else {
         return Err(EngineError::Internal("a model on no rank".into()));
     };
     let stages = stage_costs::plan(checkpoint, config.parallel, &**backend)?;
     let memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
+    // Before anything is loaded.
+    let devices: Vec<DeviceInfo> = ranks.iter().map(|rank| rank.backend.info()).collect();
 
     let bring_up = BringUp { checkpoint, spec: &spec, config, limits: &limits, stages: &stages };
     let ready = bring_up.run(ranks, progress)?;
     let slowest = |of: fn(&StartTimes) -> Duration| ready.iter().map(|rank| of(&rank.times)).max().unwrap_or_default();
     let (weights, rehearsal) = (slowest(|times| times.weights), slowest(|times| times.rehearsal));
     let settling = Instant::now();
-    let measured = Measured {
-        memory,
-        weight_bytes: ready.iter().map(|rank| rank.weight_bytes).sum(),
-        workspace_bytes: ready.iter().map(|rank| rank.workspace_bytes).sum(),
-    };
-    let plan = size(&spec, config, &stages, &mut limits, measured)?;
+    let rank_memory: Vec<RankMemory> = ready
+        .iter()
+        .zip(devices)
+        .map(|(rank, device)| RankMemory {
+            // All share one host's memory, or have a device's, which its description names.
+            host: if memory.is_shared { String::new() } else { device.description },
+            available_bytes: device.memory_available_bytes,
+            weight_bytes: rank.weight_bytes,
+            workspace_bytes: rank.workspace_bytes,
+        })
+        .collect();
+    let plan = size_for_all(&spec, config, &stages, &mut limits, memory, &rank_memory)?;
     let mut workers: Vec<Worker> = ready.into_iter().map(|rank| rank.worker).collect();
     let num_padding = limits.padding_blocks(config);
     let padding = PaddingBlocks { first: block_count(plan.num_blocks)?, count: block_count(num_padding)? };
@@ -153,6 +161,9 @@ pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory
     let layers = |index: usize| index * num_layers / count..(index + 1) * num_layers / count;
     let stages: Vec<Stage> = (0..count).map(|index| Stage { index, count, layers: layers(index) }).collect();
     let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows) * count as u64;
+    // Ranks on devices of their own are taken to have as much each.
+    let owners = if memory.is_shared { 1 } else { config.parallel.num_ranks() as u64 };
+    let memory = DeviceMemory { available_bytes: memory.available_bytes.saturating_mul(owners), ..memory };
     let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
     size(spec, config, &stages, &mut limits, measured)
 }
@@ -160,7 +171,7 @@ pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory
 /// What the plan needs to know of a device.
 #[derive(Clone, Copy, Debug)]
 pub struct DeviceMemory {
-    /// Bytes that this process may take.
+    /// Bytes that this process may take, of each device where they are not shared.
     pub available_bytes: u64,
     /// Whether they are also everybody else's.
     pub is_shared: bool,
@@ -233,6 +244,29 @@ pub(crate) fn size(
     plan.max_batch_size = limits.max_batch_size;
     plan.kv.sequence_bytes = spec.kv_bytes(plan.max_seq_len, elem_bytes);
     Ok(plan)
+}
+
+/// The same from what every rank has measured, in rank order. Block ids mean the same everywhere, so the host or
+/// device with the least room decides for all.
+pub(crate) fn size_for_all(
+    spec: &ModelSpec,
+    config: &EngineConfig,
+    stages: &[Stage],
+    limits: &mut Limits,
+    memory: DeviceMemory,
+    ranks: &[RankMemory],
+) -> Result<MemoryPlan, EngineError> {
+    let ranks_per_stage = config.parallel.tensor_parallel.max(1);
+    let block_bytes: Vec<u64> = (0..ranks.len())
+        .filter_map(|rank| stages.get(rank / ranks_per_stage))
+        .map(|stage| Limits::rank_block_bytes(spec, config, stage))
+        .collect();
+    let measured = Measured {
+        memory: DeviceMemory { available_bytes: room_for_all(ranks, &block_bytes), ..memory },
+        weight_bytes: ranks.iter().map(|rank| rank.weight_bytes).sum(),
+        workspace_bytes: ranks.iter().map(|rank| rank.workspace_bytes).sum(),
+    };
+    size(spec, config, stages, limits, measured)
 }
 
 /// f32 temporaries of a layer over `T` tokens (residual, normed and projected hidden states, q, k, v,

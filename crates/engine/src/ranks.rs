@@ -7,7 +7,7 @@ use crate::pipeline::panic_message;
 use crate::warm_up::{LargestStep, largest_step};
 use crate::worker::{PaddingBlocks, Worker};
 use crate::{EngineConfig, EngineError};
-use pagemill_model::{Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
+use pagemill_model::{CausalLm, Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -38,6 +38,13 @@ pub(crate) struct ReadyRank {
     pub(crate) times: StartTimes,
 }
 
+/// A rank's share of the model.
+struct Loaded {
+    model: Box<dyn CausalLm>,
+    /// How long loading took.
+    took: Duration,
+}
+
 /// Bytes read so far, and in all.
 #[derive(Default)]
 struct Progress {
@@ -61,41 +68,24 @@ impl BringUp<'_> {
             return Ok(vec![self.bring_up(cx, stage, &largest, progress)?]);
         }
         let ranks_per_stage = contexts.len() / self.stages.len().max(1);
-        let first_error: Mutex<Option<EngineError>> = Mutex::new(None);
+        let stage = |at: usize| &self.stages[at / ranks_per_stage];
         let counters: Vec<Progress> = contexts.iter().map(|_| Progress::default()).collect();
-        let num_left = AtomicUsize::new(contexts.len());
-        let ready: Vec<Option<ReadyRank>> = std::thread::scope(|scope| {
-            let threads: Vec<_> = contexts
-                .iter()
-                .enumerate()
-                .map(|(at, cx)| {
-                    let (stage, counter) = (&self.stages[at / ranks_per_stage], &counters[at]);
-                    let (largest, first_error, num_left) = (&largest, &first_error, &num_left);
-                    scope.spawn(move || {
-                        let result = self.bring_up_caught(cx, stage, largest, counter);
-                        num_left.fetch_sub(1, Ordering::Release);
-                        result
-                            .map_err(|error| {
-                                let mut first = first_error.lock().unwrap_or_else(PoisonError::into_inner);
-                                let first = first.get_or_insert(error);
-                                cx.collective.abort(&format!("rank {at} could not start: {first}"));
-                            })
-                            .ok()
-                    })
-                })
-                .collect();
-            while num_left.load(Ordering::Acquire) > 0 {
-                std::thread::sleep(PROGRESS_PERIOD);
-                tell(&counters, progress);
-            }
-            // A rank's panics are caught inside.
-            threads.into_iter().map(|thread| thread.join().ok().flatten()).collect()
-        });
-        if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
-            return Err(error);
-        }
-        let gone = || EngineError::Internal("a rank ended while it was loading".into());
-        ready.into_iter().map(|rank| rank.ok_or_else(gone)).collect()
+        let jobs = contexts.into_iter().enumerate().map(|(at, cx)| (at, cx, &counters[at]));
+        let load = |(at, cx, counter): (usize, RankContext, &Progress)| {
+            let tell = |progress: LoadProgress| {
+                counter.total.store(progress.bytes_total, Ordering::Relaxed);
+                counter.done.store(progress.bytes_done, Ordering::Relaxed);
+            };
+            let begun = Instant::now();
+            let model = caught(&cx, at, || Ok(pagemill_model::load_stage(self.checkpoint, &cx, stage(at), &tell)?))?;
+            Ok((at, cx, Loaded { model, took: begun.elapsed() }))
+        };
+        // Ranks on GPUs wait for one another only for so long: all have loaded before any computes.
+        let loaded = on_threads(jobs.collect(), load, &|| tell(&counters, progress))?;
+        let rehearse = |(at, cx, loaded): (usize, RankContext, Loaded)| {
+            caught(&cx, at, || self.rehearse(&cx, loaded, stage(at), &largest))
+        };
+        on_threads(loaded, rehearse, &|| {})
     }
 
     /// Loads one rank, whose peers are brought up elsewhere at the same time, on the calling thread.
@@ -114,23 +104,7 @@ impl BringUp<'_> {
             .inspect_err(|error| cx.collective.abort(&format!("a rank could not start: {error}")))
     }
 
-    fn bring_up_caught(
-        &self,
-        cx: &RankContext,
-        stage: &Stage,
-        largest: &LargestStep,
-        counter: &Progress,
-    ) -> Result<ReadyRank, EngineError> {
-        let tell = |progress: LoadProgress| {
-            counter.total.store(progress.bytes_total, Ordering::Relaxed);
-            counter.done.store(progress.bytes_done, Ordering::Relaxed);
-        };
-        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, largest, &tell)))
-            .unwrap_or_else(|panic| Err(panicked(&*panic)))
-    }
-
-    /// Loads one rank and rehearses the largest step on a pool that holds just that step: what it leaves
-    /// in the workspace is what any later step needs.
+    /// Loads one rank and rehearses.
     fn bring_up(
         &self,
         cx: &RankContext,
@@ -140,7 +114,20 @@ impl BringUp<'_> {
     ) -> Result<ReadyRank, EngineError> {
         let begun = Instant::now();
         let model = pagemill_model::load_stage(self.checkpoint, cx, stage, progress)?;
-        let weights = begun.elapsed();
+        self.rehearse(cx, Loaded { model, took: begun.elapsed() }, stage, largest)
+    }
+
+    /// Rehearses the largest step on a pool that holds just that step: what it leaves in the workspace is what any
+    /// later step needs.
+    fn rehearse(
+        &self,
+        cx: &RankContext,
+        loaded: Loaded,
+        stage: &Stage,
+        largest: &LargestStep,
+    ) -> Result<ReadyRank, EngineError> {
+        let begun = Instant::now();
+        let Loaded { model, took: weights } = loaded;
         let weight_bytes = model.weight_bytes();
         let ranks_per_stage = cx.collective.world_size();
         let pool = pool_spec(self.spec, self.config, stage, ranks_per_stage, largest.num_blocks);
@@ -152,9 +139,55 @@ impl BringUp<'_> {
         let rehearsed = (0..times).try_for_each(|_| worker.run(&largest.input).map(|_| ()));
         cx.backend.rehearse(false);
         rehearsed?;
-        let times = StartTimes { weights, rehearsal: begun.elapsed() - weights, ..StartTimes::default() };
+        let times = StartTimes { weights, rehearsal: begun.elapsed(), ..StartTimes::default() };
         Ok(ReadyRank { worker, weight_bytes, workspace_bytes: cx.backend.workspace().0 as u64, times })
     }
+}
+
+/// Does each job on a thread of its own, and `tell`s now and then meanwhile.
+///
+/// # Errors
+/// The first one's that failed.
+fn on_threads<J: Send, T: Send>(
+    jobs: Vec<J>,
+    work: impl Fn(J) -> Result<T, EngineError> + Sync,
+    tell: &dyn Fn(),
+) -> Result<Vec<T>, EngineError> {
+    let first_error: Mutex<Option<EngineError>> = Mutex::new(None);
+    let num_left = AtomicUsize::new(jobs.len());
+    let done: Vec<Option<T>> = std::thread::scope(|scope| {
+        let (work, first_error, num_left) = (&work, &first_error, &num_left);
+        let start = |job: J| {
+            scope.spawn(move || {
+                let result = work(job);
+                let keep_first = |error| {
+                    first_error.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
+                };
+                let done = result.map_err(keep_first).ok();
+                num_left.fetch_sub(1, Ordering::Release);
+                done
+            })
+        };
+        let threads: Vec<_> = jobs.into_iter().map(start).collect();
+        while num_left.load(Ordering::Acquire) > 0 {
+            std::thread::sleep(PROGRESS_PERIOD);
+            tell();
+        }
+        // A rank's panics are caught inside.
+        threads.into_iter().map(|thread| thread.join().ok().flatten()).collect()
+    });
+    if let Some(error) = first_error.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        return Err(error);
+    }
+    let gone = || EngineError::Internal("a rank ended while it was starting".into());
+    done.into_iter().map(|rank| rank.ok_or_else(gone)).collect()
+}
+
+/// What `work` of rank `at` gives; where it fails or panics, the others are woken and give up.
+fn caught<T>(cx: &RankContext, at: usize, work: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+    catch_unwind(AssertUnwindSafe(work))
+        .unwrap_or_else(|panic| Err(panicked(&*panic)))
+        .inspect_err(|error| cx.collective.abort(&format!("rank {at} could not start: {error}")))
 }
 
 fn panicked(panic: &(dyn std::any::Any + Send)) -> EngineError {

@@ -12,7 +12,7 @@
 //! instead; where cuBLASLt has no algorithm, eight tokens at a time go the first two. Every chip has the forms for one
 //! and eight. Deterministic products all go the last way.
 
-use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, word};
+use super::{GatedProduct, Inputs, LinearOps, Lookup, Matrix, Product, activation_type, word};
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::kernels::linear_quant::{
@@ -62,6 +62,8 @@ struct EmbedPackedArgs {
     out: u64,
     cols: u32,
     scale: f32,
+    first_id: u32,
+    num_rows: u32,
 }
 
 /// The kernels of one format.
@@ -336,19 +338,25 @@ impl LinearOps {
         unsafe { self.device.launch(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
     }
 
-    /// `out[t] = table[ids[t]] * scale` in f32, of a repacked table.
+    /// `out[t] = table[ids[t] - first_id] * scale` in f32, of a repacked table.
     pub(super) fn embed_packed(
         &self,
         format: QuantFormat,
         table: Matrix<'_>,
-        ids: u64,
-        num_tokens: u32,
-        scale: f32,
+        lookup: &Lookup,
         out: u64,
     ) -> Result<(), BackendError> {
-        let args = EmbedPackedArgs { tiles: table.weight.address(), ids, out, cols: word(table.cols), scale };
+        let args = EmbedPackedArgs {
+            tiles: table.weight.address(),
+            ids: lookup.ids,
+            out,
+            cols: word(table.cols),
+            scale: lookup.scale,
+            first_id: lookup.first_id,
+            num_rows: word(table.rows),
+        };
         let function = self.packed.format(format)?.embed;
-        // SAFETY: the struct is the kernel's; the op checked the ids and the shape of `out`.
-        unsafe { self.device.launch(function.0, (num_tokens, 1), 256, 0, &args) }
+        // SAFETY: the struct is the kernel's, which reads the table's own rows only; the op checked the shape of `out`.
+        unsafe { self.device.launch(function.0, (lookup.num_tokens, 1), 256, 0, &args) }
     }
 }

@@ -1,5 +1,5 @@
-//! Where the model runs: from `--device` to a backend. Decides what `auto` means, and which defaults of the engine
-//! follow from the device.
+//! Where the model runs: from `--device` to backends, one for each rank. Decides what `auto` means, which GPU a rank
+//! has, and which defaults of the engine follow from the device.
 
 #[cfg_attr(feature = "cuda", path = "cuda.rs")]
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
@@ -7,54 +7,66 @@ mod gpu;
 
 use crate::config::Config;
 use anyhow::{Context, Result, bail};
-use pagemill_backend::{ActivationMode, Backend, CpuBackend};
-use pagemill_engine::{DeviceMemory, EngineConfig};
+use pagemill_backend::{ActivationMode, Backend, CpuBackend, SharedCollective, SoloCollective};
+use pagemill_engine::{DeviceMemory, EngineConfig, ParallelMode, RankContext};
 use std::sync::Arc;
 
 /// The device of a configuration.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Device {
     /// This machine's cores.
     Cpu,
-    /// An NVIDIA GPU, as the driver counts them.
-    Cuda(usize),
+    /// NVIDIA GPUs, as the driver counts them: rank 0's first.
+    Cuda(Vec<usize>),
 }
 
 impl Device {
-    /// Reads `auto`, `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU where this build knows GPUs and there is one.
+    /// Reads `auto`, `cpu`, `cuda`, `cuda:N` or, for several ranks, `cuda:N,M`. Ranks take GPUs in order: of `cuda`
+    /// the first ones. `auto` is that where this build knows GPUs and there is one.
     ///
     /// # Errors
     /// One sentence: what the key may be, or why there is no such device.
-    pub fn parse(text: Option<&str>) -> Result<Self> {
-        match text {
+    pub fn parse(text: Option<&str>, num_ranks: usize) -> Result<Self> {
+        let name = match text {
             None | Some("auto") => match gpu::count() {
-                Ok(0) => Ok(Self::Cpu),
-                Ok(_) => Ok(Self::Cuda(0)),
+                Ok(0) => return Ok(Self::Cpu),
+                Ok(_) => "auto",
                 Err(error) => {
                     tracing::warn!("{error:#}; running on the CPU");
-                    Ok(Self::Cpu)
+                    return Ok(Self::Cpu);
                 }
             },
-            Some("cpu") => Ok(Self::Cpu),
-            Some(name) => {
-                let Some(ordinal) = ordinal(name) else {
-                    bail!("device = {name}: must be auto, cpu or cuda:N");
-                };
-                match gpu::count().with_context(|| format!("device = {name}"))? {
-                    0 => bail!("device = {name}: {}", gpu::NONE),
-                    count if ordinal >= count => {
-                        bail!("device = {name}: this machine has {count} GPU(s), counted from 0")
-                    }
-                    _ => Ok(Self::Cuda(ordinal)),
-                }
-            }
+            Some("cpu") => return Ok(Self::Cpu),
+            Some(name) if names_gpu(name) => name,
+            Some(name) => bail!("device = {name}: must be auto, cpu, cuda or cuda:N, and cuda:N,M for two ranks"),
+        };
+        let count = gpu::count().with_context(|| format!("device = {name}"))?;
+        if count == 0 {
+            bail!("device = {name}: {}", gpu::NONE);
         }
+        let ordinals = match listed(name) {
+            Some(Listed::These(ordinals)) => ordinals,
+            _ => (0..num_ranks).collect(),
+        };
+        if ordinals.len() != num_ranks {
+            bail!("device = {name}: {} GPU(s) for {num_ranks} rank(s)", ordinals.len());
+        }
+        if ordinals.iter().any(|&ordinal| ordinal >= count) {
+            bail!("device = {name}: this machine has {count} GPU(s), counted from 0, for {num_ranks} rank(s)");
+        }
+        if (0..ordinals.len()).any(|at| ordinals[..at].contains(&ordinals[at])) {
+            tracing::warn!(
+                "device = {name}: ranks share a GPU, to try a layout out; that is slower than one rank, and needs \
+                 CUDA_MODULE_LOADING=EAGER in the environment"
+            );
+        }
+        Ok(Self::Cuda(ordinals))
     }
 
     /// The engine's defaults there. A GPU wants larger steps: more tokens cost it little more time. Of 2048, 4096 and
     /// 8192 tokens, measured (docs/gpu-log.md), 4096 gives nearly the throughput of 8192 and stalls decodes half as
     /// long.
-    pub fn engine_defaults(self) -> EngineConfig {
+    pub fn engine_defaults(&self) -> EngineConfig {
         let defaults = EngineConfig::default();
         match self {
             Self::Cpu => defaults,
@@ -67,7 +79,7 @@ impl Device {
     /// Tokens of a step there, where the engine's own rule (a whole chunk and a full batch of decodes) does not serve.
     /// On a GPU decodes take their tokens from the chunk's: products are cut into tiles, and a few tokens more than a
     /// round number cost another round of tiles over the whole chip.
-    pub fn max_batch_tokens(self, prefill_chunk_size: usize, max_batch_size: Option<usize>) -> Option<usize> {
+    pub fn max_batch_tokens(&self, prefill_chunk_size: usize, max_batch_size: Option<usize>) -> Option<usize> {
         match self {
             Self::Cpu => None,
             Self::Cuda(_) => Some(prefill_chunk_size.max(max_batch_size.unwrap_or(0))),
@@ -75,27 +87,91 @@ impl Device {
     }
 }
 
-/// Whether `text` names a GPU of this machine, whatever it has.
+/// Whether `text` names GPUs of this machine, whatever it has.
 pub fn names_gpu(text: &str) -> bool {
-    ordinal(text).is_some()
+    listed(text).is_some()
 }
 
-/// `cuda` is `cuda:0`.
-fn ordinal(text: &str) -> Option<usize> {
+/// Which GPUs a text names.
+enum Listed {
+    /// As many as are needed.
+    First,
+    /// These.
+    These(Vec<usize>),
+}
+
+fn listed(text: &str) -> Option<Listed> {
     match text.strip_prefix("cuda")? {
-        "" => Some(0),
-        rest => rest.strip_prefix(':')?.parse().ok(),
+        "" => Some(Listed::First),
+        rest => rest.strip_prefix(':')?.split(',').map(|n| n.parse().ok()).collect::<Option<_>>().map(Listed::These),
     }
 }
 
-/// Opens the device of a configuration.
+/// Opens the device of a configuration, of several the first rank's.
 ///
 /// # Errors
 /// One sentence about the device.
 pub fn open(config: &Config) -> Result<Arc<dyn Backend>> {
-    match config.device {
+    match &config.device {
         Device::Cpu => Ok(Arc::new(CpuBackend::new(config.cpu).context("starting the CPU device")?)),
-        Device::Cuda(ordinal) => gpu::open(ordinal, config),
+        Device::Cuda(ordinals) => gpu::open(ordinals.first().copied().unwrap_or(0), config),
+    }
+}
+
+/// Opens a device for each of the configuration's ranks, stage by stage, and connects them.
+///
+/// # Errors
+/// One sentence about a device, or about what connects them.
+pub fn open_ranks(config: &Config) -> Result<Vec<RankContext>> {
+    let mode = config.engine.parallel;
+    if let Device::Cuda(ordinals) = &config.device {
+        return gpu::open_ranks(ordinals, config);
+    }
+    if mode == ParallelMode::SOLO {
+        return Ok(vec![RankContext { backend: open(config)?, collective: Arc::new(SoloCollective) }]);
+    }
+    let world = SharedCollective::world(mode.tensor_parallel, mode.pipeline_parallel);
+    let devices = config.cpu.divided(mode.num_ranks());
+    let opened = devices.into_iter().zip(world).map(|(cpu, collective)| {
+        let backend = CpuBackend::new(cpu).context("starting the CPU device")?;
+        Ok(RankContext { backend: Arc::new(backend), collective: Arc::new(collective) })
+    });
+    opened.collect()
+}
+
+/// Sums to be timed: bf16 of `rows` rows each.
+#[cfg_attr(not(feature = "cuda"), allow(dead_code))] // nobody reads them there
+pub struct SumTask {
+    /// Elements of a row.
+    pub cols: usize,
+    /// Rows of each size.
+    pub rows: Vec<usize>,
+    /// Calls of one size, one after the other; a tenth of them above 1,024 rows.
+    pub calls: u32,
+}
+
+/// Microseconds a call, `None` where a size is not taken that way.
+pub struct SumTimes {
+    /// Of the tensor on one rank.
+    pub bytes: usize,
+    /// One launch over peer memory.
+    pub one_shot_us: Option<f64>,
+    /// NCCL.
+    pub nccl_us: Option<f64>,
+    /// One launch that also adds to the residual stream and norms it.
+    pub fused_us: Option<f64>,
+    /// The sum as the engine chooses its way, then the addition with the norm.
+    pub apart_us: Option<f64>,
+}
+
+/// Times sums over the GPUs of a configuration, one rank on each.
+///
+/// # Errors
+/// The configuration has no GPUs, or they cannot be connected.
+pub fn time_sums(config: &Config, task: &SumTask) -> Result<Vec<SumTimes>> {
+    match &config.device {
+        Device::Cpu => bail!("all-reduce is measured between GPUs (--device cuda --tensor-parallel N)"),
+        Device::Cuda(ordinals) => gpu::time_sums(ordinals, config, task),
     }
 }
 
@@ -105,12 +181,20 @@ pub fn open(config: &Config) -> Result<Arc<dyn Backend>> {
 /// As [`open`].
 pub fn memory(config: &Config) -> Result<DeviceMemory> {
     let backend = open(config)?;
-    Ok(DeviceMemory::of(&backend.info(), backend.logits_rows()))
+    let mut memory = DeviceMemory::of(&backend.info(), backend.logits_rows());
+    if let Device::Cuda(ordinals) = &config.device {
+        // The smallest decides for all.
+        for &ordinal in ordinals.iter().skip(1) {
+            let info = gpu::open(ordinal, config.cpu.activations)?.info();
+            memory.available_bytes = memory.available_bytes.min(info.memory_available_bytes);
+        }
+    }
+    Ok(memory)
 }
 
 /// How activations enter products there, for reports.
 pub fn activations(config: &Config) -> &'static str {
-    match (config.device, config.cpu.activations) {
+    match (&config.device, config.cpu.activations) {
         (_, ActivationMode::F32) => "f32",
         (Device::Cpu, ActivationMode::Int8) => "int8",
         (Device::Cuda(_), ActivationMode::Int8) => "bf16",
@@ -125,21 +209,23 @@ mod tests {
     #[test]
     fn a_gpus_step_is_a_chunk_and_has_room_for_a_batch() {
         assert_eq!(Device::Cpu.max_batch_tokens(512, Some(64)), None);
-        assert_eq!(Device::Cuda(0).max_batch_tokens(4096, Some(256)), Some(4096));
-        assert_eq!(Device::Cuda(0).max_batch_tokens(128, Some(256)), Some(256));
-        assert_eq!(Device::Cuda(0).max_batch_tokens(128, None), Some(128));
+        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(4096, Some(256)), Some(4096));
+        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(128, Some(256)), Some(256));
+        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(128, None), Some(128));
     }
 
     #[test]
     fn devices_are_named() {
-        assert_eq!(Device::parse(Some("cpu")).unwrap(), Device::Cpu);
-        assert!(names_gpu("cuda") && names_gpu("cuda:3"));
-        for text in ["gpu", "cuda:", "cuda:-1", "cuda1", "CPU", ""] {
+        assert_eq!(Device::parse(Some("cpu"), 4).unwrap(), Device::Cpu);
+        assert!(names_gpu("cuda") && names_gpu("cuda:3") && names_gpu("cuda:3,0"));
+        for text in ["gpu", "cuda:", "cuda:-1", "cuda1", "CPU", "", "cuda:1,", "cuda:,1", "cuda:1;2"] {
             assert!(!names_gpu(text));
-            let message = Device::parse(Some(text)).unwrap_err().to_string();
-            assert!(message.contains("auto, cpu or cuda:N"), "{message}");
+            let message = Device::parse(Some(text), 1).unwrap_err().to_string();
+            assert!(message.contains("auto, cpu, cuda or cuda:N"), "{message}");
         }
-        let message = format!("{:#}", Device::parse(Some("cuda:99")).unwrap_err());
-        assert!(message.starts_with("device = cuda:99: "), "{message}");
+        for (text, num_ranks) in [("cuda:99", 1), ("cuda:98,99", 2), ("cuda", 99), ("cuda:0", 99)] {
+            let message = format!("{:#}", Device::parse(Some(text), num_ranks).unwrap_err());
+            assert!(message.starts_with(&format!("device = {text}: ")), "{message}");
+        }
     }
 }

@@ -123,14 +123,14 @@ impl Layer {
 
 impl DecoderLayer for Layer {
     fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
-        let x = stream.normed(&self.input_norm); // [T, D]
+        let x = stream.normed(cx, &self.input_norm)?; // [T, D]
         let qkv = self.qkv.forward(cx, x)?; // [T, H * E], [T, K * E], [T, K * E]
         let heads = self.rope.of_heads();
         let x = self.attention.forward(cx, qkv, &heads)?; // [T, H * E]; writes k and v to the cache
-        let x = self.output.forward(cx, LinearInput::Plain(&x))?; // [T, D], summed over ranks
+        let x = self.output.forward(cx, LinearInput::Plain(&x))?; // this rank's part of [T, D]
         stream.add(cx, x)?;
-        let x = stream.normed(&self.mlp_norm);
-        let x = self.mlp.forward(cx, x)?; // [T, D], summed over ranks
+        let x = stream.normed(cx, &self.mlp_norm)?;
+        let x = self.mlp.forward(cx, x)?; // this rank's part of [T, D]
         stream.add(cx, x)
     }
 }

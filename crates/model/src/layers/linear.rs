@@ -81,6 +81,10 @@ impl QkvLinear {
     }
 }
 
+/// This rank's part of a sum over the ranks of its stage. The residual stream takes the sum when it adds it.
+#[must_use = "the sum over ranks is not taken yet"]
+pub(crate) struct PartialSum(pub(super) Tensor);
+
 /// A projection back to `D`: each rank has some input features, and the products are summed.
 pub(crate) struct RowLinear {
     weight: Weight,
@@ -113,12 +117,11 @@ impl RowLinear {
         Ok(Self { weight, bias })
     }
 
-    /// `x` `[T, this rank's features]` to `[T, D]`, summed over ranks.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
+    /// `x` `[T, this rank's features]` to this rank's part of `[T, D]`.
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<PartialSum, ModelError> {
         let mut out = cx.backend().activation(x.rows(), self.weight.rows())?;
         cx.backend().fused_linear(x, &mut [self.weights().part(&mut out)])?;
-        cx.rank.collective.all_reduce(&mut out)?;
-        Ok(out)
+        Ok(PartialSum(out))
     }
 
     /// As the device's ops take it; what they give is this rank's share of the sum.

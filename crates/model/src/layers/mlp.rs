@@ -1,10 +1,10 @@
 //! The gated MLP: `down(act(gate(x)) * up(x))`, cut over ranks by its inner features.
 
-use super::linear::{Projection, RowLinear};
+use super::linear::{PartialSum, Projection, RowLinear};
 use super::{LayerReader, StepContext};
 use crate::ModelError;
 use crate::weights::Bias;
-use pagemill_backend::{Activation, LinearInput, MlpWeights, Tensor};
+use pagemill_backend::{Activation, LinearInput, MlpWeights};
 
 /// `mlp.gate_proj`, `mlp.up_proj`, `mlp.down_proj`.
 pub(crate) struct GatedMlp {
@@ -37,16 +37,14 @@ impl GatedMlp {
         })
     }
 
-    /// `x` `[T, D]` to `[T, D]`, summed over ranks.
-    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<Tensor, ModelError> {
+    /// `x` `[T, D]` to this rank's part of `[T, D]`.
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, x: LinearInput<'_>) -> Result<PartialSum, ModelError> {
         let mlp = MlpWeights {
             gate: self.gate.weights(),
             up: self.up.weights(),
             down: self.down.weights(),
             act: self.activation,
         };
-        let mut out = cx.backend().gated_mlp(x, &mlp)?; // [T, D]
-        cx.rank.collective.all_reduce(&mut out)?;
-        Ok(out)
+        Ok(PartialSum(cx.backend().gated_mlp(x, &mlp)?))
     }
 }

@@ -1,6 +1,7 @@
 //! `pagemill bench`: measures the engine, and prints what exactly was measured beside every figure.
 
 mod drawing;
+mod all_reduce;
 mod driver;
 mod http;
 mod kernels;
@@ -35,6 +36,8 @@ enum Bench {
     Kernels(kernels::KernelsArgs),
     /// Stages of a pipeline with and without bubble filling, micro-batch tuning, all-reduce cost
     Ranks(ranks::RanksArgs),
+    /// Sums over GPUs: in one launch over peer memory, and by NCCL
+    AllReduce(all_reduce::AllReduceArgs),
     /// How well the served model predicts a text, by llama.cpp's protocol
     Perplexity(perplexity::PerplexityArgs),
 }
@@ -47,6 +50,7 @@ pub fn bench(args: BenchArgs) -> Result<()> {
         Bench::Serve(args) => serve::serve(args),
         Bench::Kernels(args) => kernels::kernels(args),
         Bench::Ranks(args) => ranks::ranks(args),
+        Bench::AllReduce(args) => all_reduce::all_reduce(&args),
         Bench::Perplexity(args) => perplexity::perplexity(args),
     }
 }

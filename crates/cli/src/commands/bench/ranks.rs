@@ -4,6 +4,7 @@
 use super::driver::{Job, RunResult, run, run_over};
 use super::workload::{Random, quantile, random_prompt};
 use crate::config::Config;
+use crate::devices::{self, Device, SumTask};
 use crate::loading::{self, LoadedEngine};
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
 use anyhow::{Context, Result, bail};
@@ -155,8 +156,11 @@ fn measure(args: &RanksArgs, loaded: &LoadedEngine, fills: bool) -> Result<RunRe
     result
 }
 
-/// Sums of hidden states over the tensor-parallel ranks (two, where there is one), each on a thread.
+/// Sums of hidden states over the tensor-parallel ranks (on the CPU two, where there is one), each on a thread.
 fn measure_sums(config: &Config, hidden_size: usize) -> Result<Vec<Sum>> {
+    if config.device != Device::Cpu {
+        return measure_sums_of_gpus(config, hidden_size);
+    }
     let num_ranks = config.engine.parallel.tensor_parallel.max(2);
     let world = SharedCollective::world(num_ranks, 1);
     let cpu = CpuConfig { num_threads: Some(1), ..config.cpu };
@@ -166,6 +170,20 @@ fn measure_sums(config: &Config, hidden_size: usize) -> Result<Vec<Sum>> {
         threads.into_iter().map(|t| t.join().unwrap_or_else(|_| bail!("a rank panicked"))).collect()
     });
     outcomes.swap_remove(0)
+}
+
+/// The faster way of each size; none of one rank.
+fn measure_sums_of_gpus(config: &Config, cols: usize) -> Result<Vec<Sum>> {
+    if config.engine.parallel.tensor_parallel == 1 || config.engine.parallel.pipeline_parallel > 1 {
+        return Ok(Vec::new());
+    }
+    let task = SumTask { cols, rows: SUM_ROWS.to_vec(), calls: u32::try_from(SUM_CALLS)? };
+    let times = devices::time_sums(config, &task)?.into_iter().zip(SUM_ROWS);
+    let sums = times.map(|(time, rows)| {
+        let ways = [time.one_shot_us, time.nccl_us];
+        Sum { rows, bytes: time.bytes, median_us: ways.into_iter().flatten().fold(f64::INFINITY, f64::min) }
+    });
+    Ok(sums.filter(|sum| sum.median_us.is_finite()).collect())
 }
 
 #[allow(clippy::cast_precision_loss)] // microseconds
@@ -210,6 +228,9 @@ struct Report<'a> {
 impl Report<'_> {
     /// Said wherever ranks share cores.
     fn caution(&self) -> Option<String> {
+        if self.config.device != Device::Cpu {
+            return None;
+        }
         let num_cores = std::thread::available_parallelism().map_or(1, usize::from);
         let num_ranks = self.config.engine.parallel.num_ranks();
         (num_cores < 2 * num_ranks || num_cores < 8).then(|| {
@@ -240,12 +261,15 @@ impl Report<'_> {
             writeln!(out, "{table}")?;
         }
         self.print_bubbles(&mut out)?;
+        if self.sums.is_empty() {
+            return Ok(());
+        }
         let mut table = new_table();
         table.set_header(["all-reduce of rows", "KiB", "µs (median)"]);
         for sum in self.sums {
             table.add_row([sum.rows.to_string(), (sum.bytes / 1024).to_string(), format!("{:.1}", sum.median_us)]);
         }
-        writeln!(out, "{} ranks sum hidden states over shared memory", mode.tensor_parallel.max(2))?;
+        writeln!(out, "{} ranks sum hidden states", mode.tensor_parallel.max(2))?;
         writeln!(out, "{table}")?;
         Ok(())
     }
