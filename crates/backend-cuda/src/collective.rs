@@ -82,6 +82,9 @@ impl CudaCollective {
         let devices: Vec<Arc<Device>> = backends.iter().map(|backend| Arc::clone(backend.device())).collect();
         let shares = |at: usize| devices[..at].iter().any(|other| other.ordinal() == devices[at].ordinal());
         let share_gpu = (0..devices.len()).any(shares);
+        if share_gpu {
+            devices.iter().for_each(|device| device.free_late());
+        }
         let verdict = Arc::new(Verdict::new(&devices)?);
         let mut communicators = Vec::new();
         let mut ranks = Vec::with_capacity(backends.len());

@@ -6,7 +6,7 @@ use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// A GPU whose primary context this process holds.
 pub(crate) struct Device {
@@ -21,6 +21,8 @@ pub(crate) struct Device {
     rehearsing: AtomicBool,
     /// Filled where the device is a rank among others: why they have given up, once they have.
     called_off: OnceLock<Arc<OnceLock<String>>>,
+    /// Filled where ranks share the GPU: ranges that are freed with the device.
+    freed_late: OnceLock<Mutex<Vec<u64>>>,
 }
 
 // SAFETY: context and stream are handles that the driver lets any thread use; every entry binds the
@@ -105,6 +107,7 @@ impl Device {
             num_multiprocessors,
             rehearsing: AtomicBool::new(false),
             called_off: OnceLock::new(),
+            freed_late: OnceLock::new(),
         })
     }
 
@@ -144,6 +147,19 @@ impl Device {
     /// Makes the device a rank among others: what it has computed is worth nothing once `reason` is there.
     pub(crate) fn join(&self, reason: &Arc<OnceLock<String>>) {
         let _ = self.called_off.set(Arc::clone(reason));
+    }
+
+    /// From now on memory is freed with the device only: the driver would wait for the whole GPU, and so for a rank
+    /// there that waits for this one.
+    pub(crate) fn free_late(&self) {
+        self.freed_late.get_or_init(Mutex::default);
+    }
+
+    /// Whether the range at `address` is kept to be freed with the device.
+    pub(crate) fn keeps(&self, address: u64) -> bool {
+        let Some(kept) = self.freed_late.get() else { return false };
+        kept.lock().unwrap_or_else(PoisonError::into_inner).push(address);
+        true
     }
 
     /// As the vendor names it.
@@ -355,6 +371,12 @@ impl Drop for Device {
     fn drop(&mut self) {
         // Nothing can be done about a driver that refuses to let go.
         let _ = self.synchronize();
+        if let Some(kept) = self.freed_late.get_mut() {
+            for address in kept.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                // SAFETY: given up by its owner, freed once, and nothing runs any more.
+                let _ = unsafe { result::free_sync(address) };
+            }
+        }
         // SAFETY: made in `open` and used by nobody any more: buffers hold the device by `Arc`.
         let _ = unsafe { result::stream::destroy(self.stream) };
         // SAFETY: retained in `open`.

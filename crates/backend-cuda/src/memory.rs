@@ -51,7 +51,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if self.device.bind().is_ok() {
+        if !self.device.keeps(self.address) && self.device.bind().is_ok() {
             // SAFETY: allocated in `take`, freed once; the driver waits for kernels that still use it. A refusal
             // means that the context is gone, and the memory with it.
             let _ = unsafe { result::free_sync(self.address) };

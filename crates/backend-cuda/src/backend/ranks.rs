@@ -1,4 +1,4 @@
-//! What the collectives of ranks on GPUs find of a backend.
+//! What other files of this room, the collectives of ranks among them, may see of a backend.
 
 use super::CudaBackend;
 use crate::device::Device;

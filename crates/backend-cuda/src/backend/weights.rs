@@ -1,26 +1,12 @@
-//! A weight's way in: as stored or repeated, then widened where everything is computed in f32. What other files of
-//! this room may see of a backend.
+//! A weight's way in: as stored or repeated, then widened where everything is computed in f32.
 
 use super::{Activations, CudaBackend, lock};
-use crate::device::Device;
-use crate::images::Kernels;
 use crate::linear::Matrix;
 use crate::loading::{CudaWeight, upload_repeated};
 use crate::staging::PieceUploader;
 use pagemill_backend::{Backend, BackendError, DType, Weight, WeightDesc, repeating};
-use std::sync::Arc;
 
 impl CudaBackend {
-    /// The device.
-    pub(crate) fn device(&self) -> &Arc<Device> {
-        &self.device
-    }
-
-    /// Its kernels.
-    pub(crate) fn kernels(&self) -> &Kernels {
-        &self.kernels
-    }
-
     /// A weight whose stored bytes are `supply` over and over. What is quantised may be kept in another form than it is
     /// stored in: it takes the way of every weight.
     pub(super) fn take_repeated(&self, desc: WeightDesc, supply: &[u8]) -> Result<Weight, BackendError> {

@@ -43,7 +43,7 @@ pub struct Rank {
 
 /// Ranks on GPUs, stage by stage, or `None` where there is no GPU or no NCCL.
 pub fn world(stages: usize, ranks_per_stage: usize, activations: Activations) -> Option<Vec<Rank>> {
-    let open = |ordinal| Arc::new(CudaBackend::new(CudaConfig { ordinal, activations }).unwrap());
+    let open = |ordinal| Arc::new(CudaBackend::new(CudaConfig { ordinal, activations, deterministic: false }).unwrap());
     let backends: Vec<Arc<CudaBackend>> = ordinals(stages * ranks_per_stage)?.into_iter().map(open).collect();
     match CudaCollective::world(&backends, ranks_per_stage) {
         Ok(world) => {

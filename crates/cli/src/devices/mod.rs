@@ -185,7 +185,7 @@ pub fn memory(config: &Config) -> Result<DeviceMemory> {
     if let Device::Cuda(ordinals) = &config.device {
         // The smallest decides for all.
         for &ordinal in ordinals.iter().skip(1) {
-            let info = gpu::open(ordinal, config.cpu.activations)?.info();
+            let info = gpu::open(ordinal, config)?.info();
             memory.available_bytes = memory.available_bytes.min(info.memory_available_bytes);
         }
     }

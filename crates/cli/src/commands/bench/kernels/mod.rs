@@ -171,7 +171,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let zoo = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama/config.json");
         std::fs::copy(zoo, folder.path().join("config.json")).unwrap();
-        let checkpoint = Checkpoint::open_config(folder.path()).unwrap();
+        let checkpoint = Checkpoint::open_config(folder.path(), None).unwrap();
         let spec = pagemill_model::read_spec(&checkpoint).unwrap();
         let backend = CpuBackend::new(CpuConfig { num_threads: Some(1), ..CpuConfig::default() }).unwrap();
         let wanted = Wanted { spec: &spec, num_layers: spec.num_layers + 1 };
