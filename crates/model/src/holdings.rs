@@ -2,6 +2,7 @@
 //! names, shapes and types before a weight is read.
 
 use crate::decoder::DecoderSpec;
+use crate::made_up;
 use crate::names::Spelling;
 use crate::shard::{Shard, ShardError};
 use crate::stage::{Costs, balance};
@@ -64,6 +65,9 @@ pub(crate) fn plan_stages(
 }
 
 fn costs(spec: &DecoderSpec, weights: &Weights, spelling: Spelling, byte_cost: &dyn Fn(DType) -> u64) -> Costs {
+    if weights.made_up_type().is_some() {
+        return made_up_costs(spec);
+    }
     let cost = |info: &TensorInfo| {
         let byte_cost = info.tensor_type().map_or(0, |tensor_type| byte_cost(dtype_of(tensor_type)));
         info.num_bytes().saturating_mul(byte_cost)
@@ -80,6 +84,15 @@ fn costs(spec: &DecoderSpec, weights: &Weights, spelling: Spelling, byte_cost: &
         layers,
         embedding: embedding / (spec.vocab_size.max(1) as u64) * EMBEDDED_TOKENS,
         head: if spec.tied_embeddings { embedding } else { outer("lm_head") },
+    }
+}
+
+/// The same where there are no tensors to look at: all matrices are of one type, so that elements will do.
+fn made_up_costs(spec: &DecoderSpec) -> Costs {
+    Costs {
+        layers: vec![made_up::layer_parameters(spec); spec.layer_kinds.len()],
+        embedding: spec.hidden_size as u64 * EMBEDDED_TOKENS,
+        head: made_up::vocabulary_parameters(spec),
     }
 }
 

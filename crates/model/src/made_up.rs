@@ -147,11 +147,20 @@ fn set_six_bits(packed: &mut [u8], scale: u8, minimum: u8) {
 
 /// Elements of all matrices of such a decoder.
 pub(crate) fn num_parameters(spec: &DecoderSpec) -> u64 {
+    let ends = if spec.tied_embeddings { 1 } else { 2 };
+    ends * vocabulary_parameters(spec) + spec.layer_kinds.len() as u64 * layer_parameters(spec)
+}
+
+/// Elements of a layer's matrices.
+pub(crate) fn layer_parameters(spec: &DecoderSpec) -> u64 {
     let d = spec.hidden_size as u64;
     let attention = d * spec.head_dim as u64 * (2 * spec.num_heads + 2 * spec.num_kv_heads) as u64;
-    let mlp = 3 * d * spec.intermediate_size as u64;
-    let ends = if spec.tied_embeddings { 1 } else { 2 };
-    ends * spec.vocab_size as u64 * d + spec.layer_kinds.len() as u64 * (attention + mlp)
+    attention + 3 * d * spec.intermediate_size as u64
+}
+
+/// Elements of the embedding, or of the head.
+pub(crate) fn vocabulary_parameters(spec: &DecoderSpec) -> u64 {
+    spec.vocab_size as u64 * spec.hidden_size as u64
 }
 
 #[cfg(test)]

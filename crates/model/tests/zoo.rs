@@ -6,7 +6,7 @@ mod harness;
 use harness::{Rig, ZOO, check_goldens, golden, ids, zoo};
 use pagemill_backend::{ActivationMode, DType};
 use pagemill_formats::Checkpoint;
-use pagemill_model::{KvKind, LoadProgress, load, read_spec};
+use pagemill_model::{KvKind, LoadProgress, ParallelMode, load, plan_stages, read_spec};
 use std::cell::RefCell;
 
 #[test]
@@ -182,4 +182,20 @@ fn progress_rises_to_the_whole() {
     assert_eq!(seen.last().unwrap().bytes_done, model.spec().stored_bytes);
     assert!(seen.iter().all(|progress| progress.bytes_total == model.spec().stored_bytes));
     assert!(model.weight_bytes() >= model.spec().stored_bytes);
+}
+
+/// A configuration alone has no tensors to count bytes of.
+#[test]
+fn stages_of_made_up_weights_are_those_of_the_real_ones() {
+    for name in ["llama", "qwen3", "gemma3"] {
+        let real = Checkpoint::open(&zoo(name)).unwrap();
+        let made_up = Checkpoint::open_config(&zoo(name), None).unwrap();
+        for pipeline_parallel in 1..=read_spec(&real).unwrap().num_layers {
+            let mode = ParallelMode { tensor_parallel: 1, pipeline_parallel };
+            let cuts = |checkpoint| -> Vec<_> {
+                plan_stages(checkpoint, mode).unwrap().into_iter().map(|stage| stage.layers).collect()
+            };
+            assert_eq!(cuts(&made_up), cuts(&real), "{name}, {mode}");
+        }
+    }
 }

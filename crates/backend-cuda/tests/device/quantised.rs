@@ -254,7 +254,13 @@ fn packed_products_of_one_input_share_launches() {
                     .map(|((weight, bias), out)| LinearPart { weight, bias: bias.as_ref(), out })
                     .collect();
                 let launches = counted(&gpu, || gpu.linear(&x, &mut parts).unwrap());
-                assert_eq!(launches, sizes.len().div_ceil(3) as u64);
+                let (fewest, each) = (sizes.len().div_ceil(3) as u64, sizes.len() as u64);
+                if tokens <= 16 {
+                    assert_eq!(launches, fewest, "{dtype} {tokens} tokens of {sizes:?}");
+                } else {
+                    // A matrix of few rows may have a form of its own, where the chip has the multiprocessors.
+                    assert!((fewest..each).contains(&launches), "{dtype} {tokens} tokens of {sizes:?}: {launches}");
+                }
                 for ((out, weight), bias) in outs.iter().zip(&weights).zip(&biases) {
                     let (together, alone) = (host(&gpu, out), product(&gpu, &x, weight, bias.as_ref()));
                     assert!(bits(&together) == bits(&alone), "{dtype} {tokens} tokens, {} of {sizes:?}", weight.rows());

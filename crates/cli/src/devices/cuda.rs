@@ -36,7 +36,10 @@ pub fn open_ranks(ordinals: &[usize], config: &Config) -> Result<Vec<RankContext
         ordinals.iter().map(|&ordinal| Ok(Arc::new(open_one(ordinal, config)?))).collect::<Result<_>>()?;
     let collectives: Vec<Arc<dyn Collective>> = match backends.len() {
         1 => vec![Arc::new(SoloCollective)],
-        _ => CudaCollective::world(&backends, config.engine.parallel.tensor_parallel)?.into_iter().map(|rank| Arc::new(rank) as _).collect(),
+        _ => CudaCollective::world(&backends, config.engine.parallel.tensor_parallel)?
+            .into_iter()
+            .map(|rank| Arc::new(rank) as _)
+            .collect(),
     };
     let ranks = backends.into_iter().zip(collectives);
     Ok(ranks.map(|(backend, collective)| RankContext { backend, collective }).collect())

@@ -1,7 +1,7 @@
 //! `pagemill bench`: measures the engine, and prints what exactly was measured beside every figure.
 
-mod drawing;
 mod all_reduce;
+mod drawing;
 mod driver;
 mod http;
 mod kernels;
