@@ -19,6 +19,7 @@ pub struct Config {
     /// The CPU's part.
     pub cpu: CpuConfig,
     /// Whether a GPU's results must not depend on batch, chunks or prefix hits; on the CPU they never do.
+    #[cfg_attr(not(feature = "cuda"), allow(dead_code))] // the CPU always is
     pub deterministic: bool,
     /// Where weights come from.
     pub load_format: LoadFormat,
