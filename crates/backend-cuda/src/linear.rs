@@ -414,10 +414,7 @@ impl LinearOps {
             x_stride: word(gate.cols),
             y_stride: word(gate.rows),
             y_type: activation_type(out.elem),
-            activation: match act {
-                Activation::Silu => GateActivation::Silu as u32,
-                Activation::GeluTanh => GateActivation::GeluTanh as u32,
-            },
+            activation: GateActivation::from(act) as u32,
             more: Default::default(),
         };
         // SAFETY: gate and up were found alike; the op checked the shapes of x and out.

@@ -5,7 +5,7 @@
 use crate::limits::Limits;
 use crate::loading::{DeviceMemory, block_count, join_parts, size_for_all};
 use crate::micro_batches;
-use crate::pipeline::{PipelineExecutor, RankMeter};
+use crate::pipeline::{PipelineExecutor, RankMeter, run_caught};
 use crate::rank_memory::RankMemory;
 use crate::ranks::BringUp;
 use crate::remote::RemoteRanks;
@@ -112,9 +112,9 @@ impl SettledRank {
     /// Runs this rank's part of a step; all ranks run the same steps in the same order.
     ///
     /// # Errors
-    /// The device or another rank failed: this one must stop.
+    /// The device or another rank failed, or this one panicked: it must stop.
     pub fn run(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
-        self.0.worker.run(input)
+        run_caught(&mut self.0.worker, input)
     }
 
     /// Reads its counters from other threads.

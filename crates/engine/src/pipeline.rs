@@ -405,8 +405,7 @@ impl RankLoop {
     fn run(mut self) {
         while let Some(input) = self.next_input() {
             // The worker is not used again after a panic, so a half-changed one is never seen.
-            let result = catch_unwind(AssertUnwindSafe(|| self.worker.run(&input)))
-                .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))));
+            let result = run_caught(&mut self.worker, &input);
             if let Err(error) = &result {
                 let reason = format!("{}: {error}", self.name);
                 self.collective.abort(self.failure.get_or_init(|| reason));
@@ -420,6 +419,13 @@ impl RankLoop {
             }
         }
     }
+}
+
+/// Runs a rank's part of a step; a panic is its error. The rank is not used again after one, so a half-changed one is
+/// never seen.
+pub(crate) fn run_caught(worker: &mut Worker, input: &StepInput) -> Result<StepOutput, EngineError> {
+    catch_unwind(AssertUnwindSafe(|| worker.run(input)))
+        .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))))
 }
 
 /// What a panic said.

@@ -9,10 +9,8 @@ use crate::rendezvous::{Invitation, RankIdentity, knock};
 use crossbeam_channel::{Receiver, Sender, bounded};
 use pagemill_backend::Collective;
 use pagemill_engine::{
-    Checkpoint, EngineConfig, EngineError, LoadProgress, LoadedRank, MeterReader, RankContext, SettledRank, StepInput,
+    Checkpoint, EngineConfig, EngineError, LoadProgress, LoadedRank, MeterReader, RankContext, StepInput,
 };
-use pagemill_scheduler::StepOutput;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -137,7 +135,7 @@ impl Follower {
         let _ = self.shared.meter.set(rank.meter());
         self.say(&Frame::Ready)?;
         for step in &self.steps {
-            let output = run_caught(&mut rank, &step)?;
+            let output = rank.run(&step)?;
             if rank.is_output_rank() {
                 self.say(&Frame::Output { output, counters: self.shared.counters() })?;
             }
@@ -218,16 +216,6 @@ impl Shared {
         };
         self.finish(end, (steps, pool));
     }
-}
-
-fn run_caught(rank: &mut SettledRank, step: &StepInput) -> Result<StepOutput, ProcessError> {
-    // The rank is not used again after a panic, so a half-changed one is never seen.
-    let result = catch_unwind(AssertUnwindSafe(|| rank.run(step)));
-    Ok(result.unwrap_or_else(|panic| {
-        let text = panic.downcast_ref::<&str>().copied().map(str::to_owned);
-        let text = text.or_else(|| panic.downcast_ref::<String>().cloned()).unwrap_or_else(|| "no message".into());
-        Err(EngineError::Internal(format!("panicked: {text}")))
-    })?)
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<(), ProcessError> {

@@ -10,6 +10,8 @@ pub(crate) mod linear_mid;
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;
 
+use pagemill_backend::Activation;
+
 /// A launch's geometry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Launch {
@@ -61,4 +63,13 @@ pub(crate) enum GateActivation {
     Silu = 0,
     /// The tanh form of GELU.
     GeluTanh = 1,
+}
+
+impl From<Activation> for GateActivation {
+    fn from(act: Activation) -> Self {
+        match act {
+            Activation::Silu => Self::Silu,
+            Activation::GeluTanh => Self::GeluTanh,
+        }
+    }
 }

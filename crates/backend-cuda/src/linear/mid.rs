@@ -14,7 +14,7 @@ use crate::kernels::linear_mid::{
 use crate::kernels::{GateActivation, Half};
 use crate::rows::Function;
 use crate::tensor_map::{MapShape, tensor_map};
-use pagemill_backend::{Activation, BackendError};
+use pagemill_backend::BackendError;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -145,10 +145,7 @@ impl LinearOps {
             weights: &[gate, up],
             parts: [part, LinearMidPart::default(), LinearMidPart::default()],
             elem: out.elem,
-            gate: Some(match act {
-                Activation::Silu => GateActivation::Silu,
-                Activation::GeluTanh => GateActivation::GeluTanh,
-            }),
+            gate: Some(act.into()),
         })
     }
 

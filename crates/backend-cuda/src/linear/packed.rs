@@ -21,7 +21,7 @@ use crate::kernels::linear_quant::{
 use crate::kernels::{GateActivation, Launch};
 use crate::rows::Function;
 use cudarc::driver::{result, sys};
-use pagemill_backend::{Activation, BackendError, DType};
+use pagemill_backend::{BackendError, DType};
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
@@ -304,10 +304,7 @@ impl LinearOps {
             x_stride: word(gate.cols),
             y_stride: word(gate.rows),
             y_type: activation_type(out.elem),
-            activation: match act {
-                Activation::Silu => GateActivation::Silu as u32,
-                Activation::GeluTanh => GateActivation::GeluTanh as u32,
-            },
+            activation: GateActivation::from(act) as u32,
             more: Default::default(),
         };
         let task = QuantTask { num_tokens: args.m, outputs: &[args.n] };

@@ -71,16 +71,21 @@ pub fn attention(
         .try_for_each(|context| time_step(measure, spec, caching, Step { sequences: 1, tokens, context }))
 }
 
-fn time_step(measure: &mut Measure<'_>, spec: &ModelSpec, caching: Caching, step: Step) -> Result<()> {
-    let sequences = Sequences { count: step.sequences, capacity: step.context, block_size: caching.block_size };
-    let one = KvPoolSpec {
+/// A pool of one layer for such sequences.
+fn layer_pool(spec: &ModelSpec, caching: Caching, sequences: Sequences) -> KvPoolSpec {
+    KvPoolSpec {
         num_blocks: sequences.num_blocks(),
         block_size: caching.block_size,
         layers_per_group: 1,
         num_kv_heads: spec.num_kv_heads,
         head_dim: spec.head_dim,
         dtype: caching.dtype,
-    };
+    }
+}
+
+fn time_step(measure: &mut Measure<'_>, spec: &ModelSpec, caching: Caching, step: Step) -> Result<()> {
+    let sequences = Sequences { count: step.sequences, capacity: step.context, block_size: caching.block_size };
+    let one = layer_pool(spec, caching, sequences);
     let most = if measure.is_apart() { POOL_BYTES_MAX_APART } else { POOL_BYTES_MAX };
     let layer_bytes = one.pool_bytes().max(1);
     let name = format!("attention ({} KV)", caching.dtype);
@@ -176,14 +181,7 @@ pub fn rope_kv_write(measure: &mut Measure<'_>, spec: &ModelSpec, caching: Cachi
     let count = if tokens <= DECODES_MAX { tokens } else { 1 };
     let each = tokens / count;
     let sequences = Sequences { count, capacity: each, block_size: caching.block_size };
-    let one = KvPoolSpec {
-        num_blocks: sequences.num_blocks(),
-        block_size: caching.block_size,
-        layers_per_group: 1,
-        num_kv_heads: spec.num_kv_heads,
-        head_dim: spec.head_dim,
-        dtype: caching.dtype,
-    };
+    let one = layer_pool(spec, caching, sequences);
     let calls = spec.num_layers.min(LAYERS_MAX);
     let backend = measure.backend;
     let mut kv = backend.alloc_kv(&KvPoolSpec { layers_per_group: calls, ..one })?;
