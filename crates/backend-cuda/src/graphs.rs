@@ -1,8 +1,8 @@
 //! Recorded forwards. A step in which every sequence has one token runs the same kernels at the same addresses
-//! whenever it has as many tokens (and lengths that ask for the same attention kernels), so it is recorded as a CUDA graph when that number comes for the second time,
-//! and launched by one call from then on: a kernel then costs half a microsecond to start instead of four. The
-//! first time runs as it is, so that memory, plans and modules are there. Decides which steps are recorded; knows
-//! no op.
+//! whenever it has as many tokens (and lengths that ask for the same attention kernels), so it is recorded as a CUDA
+//! graph when that comes for the second time, and launched by one call from then on: a kernel then costs half a
+//! microsecond to start instead of four. The first time runs as it is, so that memory, plans and modules are there.
+//! Decides which steps are recorded; knows no op.
 
 use crate::check::Elem;
 use crate::device::Device;
