@@ -77,13 +77,15 @@ impl BringUp<'_> {
                 counter.done.store(progress.bytes_done, Ordering::Relaxed);
             };
             let begun = Instant::now();
-            let model = caught(&cx, at, || Ok(pagemill_model::load_stage(self.checkpoint, &cx, stage(at), &tell)?))?;
+            let model = caught(&cx, &format!("rank {at}"), || {
+                Ok(pagemill_model::load_stage(self.checkpoint, &cx, stage(at), &tell)?)
+            })?;
             Ok((at, cx, Loaded { model, took: begun.elapsed() }))
         };
         // Ranks on GPUs wait for one another only for so long: all have loaded before any computes.
         let loaded = on_threads(jobs.collect(), load, &|| tell(&counters, progress))?;
         let rehearse = |(at, cx, loaded): (usize, RankContext, Loaded)| {
-            caught(&cx, at, || self.rehearse(&cx, loaded, stage(at), &largest))
+            caught(&cx, &format!("rank {at}"), || self.rehearse(&cx, loaded, stage(at), &largest))
         };
         on_threads(loaded, rehearse, &|| {})
     }
@@ -99,9 +101,7 @@ impl BringUp<'_> {
         progress: &dyn Fn(LoadProgress),
     ) -> Result<ReadyRank, EngineError> {
         let largest = largest_step(self.limits, self.config.block_size, cx.backend.logits_rows());
-        catch_unwind(AssertUnwindSafe(|| self.bring_up(cx, stage, &largest, progress)))
-            .unwrap_or_else(|panic| Err(panicked(&*panic)))
-            .inspect_err(|error| cx.collective.abort(&format!("a rank could not start: {error}")))
+        caught(cx, "a rank", || self.bring_up(cx, stage, &largest, progress))
     }
 
     /// Loads one rank and rehearses.
@@ -183,11 +183,11 @@ fn on_threads<J: Send, T: Send>(
     done.into_iter().map(|rank| rank.ok_or_else(gone)).collect()
 }
 
-/// What `work` of rank `at` gives; where it fails or panics, the others are woken and give up.
-fn caught<T>(cx: &RankContext, at: usize, work: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+/// What `work` of the rank that messages call `who` gives; where it fails or panics, the others are woken and give up.
+fn caught<T>(cx: &RankContext, who: &str, work: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(panicked(&*panic)))
-        .inspect_err(|error| cx.collective.abort(&format!("rank {at} could not start: {error}")))
+        .inspect_err(|error| cx.collective.abort(&format!("{who} could not start: {error}")))
 }
 
 fn panicked(panic: &(dyn std::any::Any + Send)) -> EngineError {
