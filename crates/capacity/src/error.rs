@@ -15,7 +15,10 @@ pub enum CapacityError {
     /// A size of the model that makes no sense.
     #[error("{model}: {field} = {value} is no size of a decoder; it must be in 1..={most}")]
     Shape { model: String, field: &'static str, value: usize, most: usize },
-    /// Query heads must divide evenly over the ranks of a stage.
+    /// Each KV head must be read by equally many query heads.
+    #[error("{model}: num_key_value_heads = {kv_heads} does not divide num_attention_heads = {heads}")]
+    HeadGroups { model: String, heads: usize, kv_heads: usize },
+    /// Heads can be cut over so many ranks only that each has whole KV heads, or all share them evenly.
     #[error(
         "tensor_parallel = {tp}: {heads} query heads and {kv_heads} KV heads do not divide over {tp} ranks; of this model's heads, {allowed} are possible"
     )]

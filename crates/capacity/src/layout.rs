@@ -27,7 +27,7 @@ impl Layout {
     /// not: of it, a step reads a row a token).
     ///
     /// # Errors
-    /// The heads do not divide, there are more stages than layers, or a count is out of range.
+    /// The heads cannot be cut so, there are more stages than layers, or a count is out of range.
     pub fn new(
         shape: &DecoderShape,
         weights: &WeightType,
@@ -43,7 +43,7 @@ impl Layout {
         range("tensor_parallel × pipeline_parallel", tp * pp, MAX_RANKS, "ranks of one model".to_owned())?;
         let possible = shape.possible_tensor_parallel();
         if !possible.contains(&tp) {
-            let allowed = possible.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+            let allowed = listed(&possible);
             return Err(CapacityError::Heads { tp, heads: shape.num_heads, kv_heads: shape.num_kv_heads, allowed });
         }
         let layer_bytes = weights.bytes(shape.attention_parameters() + shape.mlp_parameters()).max(1);
@@ -71,6 +71,16 @@ impl Layout {
         let host = |stage: usize, i: usize| (stage * self.tp + i) / self.ranks_per_host;
         (0..self.tp).any(|i| host(stage, i) != host(next, i))
     }
+}
+
+/// Ascending numbers, those that follow on one another in short: `1 to 8, 16, 32`.
+fn listed(numbers: &[usize]) -> String {
+    let runs = numbers.chunk_by(|a, b| a + 1 == *b);
+    let text = |run: &[usize]| match *run {
+        [first, .., last] if run.len() > 2 => vec![format!("{first} to {last}")],
+        _ => run.iter().map(ToString::to_string).collect(),
+    };
+    runs.flat_map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// Refuses a count outside `1..=most`.
@@ -150,8 +160,12 @@ mod tests {
     fn what_cannot_be_cut_is_refused_with_what_can() {
         let error = layout("qwen2.5-0.5b", 4, 1, 8).unwrap_err().to_string();
         assert!(error.contains("14 query heads and 2 KV heads") && error.contains("1, 2, 14 are possible"), "{error}");
-        let error = layout("llama-2-70b", 3, 1, 8).unwrap_err().to_string();
-        assert!(error.contains("1, 2, 4, 8, 16, 32, 64 are possible"), "{error}");
+        let error = layout("llama-2-70b", 12, 1, 8).unwrap_err().to_string();
+        assert!(error.contains("1 to 8, 16, 32, 64 are possible"), "{error}");
+        // Any number that leaves no rank without a KV head.
+        for tp in 1..=8 {
+            assert!(layout("llama-2-70b", tp, 1, 8).is_ok(), "{tp}");
+        }
         let error = layout("llama-2-7b", 1, 33, 8).unwrap_err().to_string();
         assert!(error.starts_with("pipeline_parallel = 33: must be in 1..=32 (llama-2-7b has 32 layers)"), "{error}");
         for (tp, pp, per_host) in [(0, 1, 8), (1, 0, 8), (1, 1, 0), (65, 1, 8), (64, 80, 8)] {

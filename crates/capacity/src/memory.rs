@@ -21,7 +21,7 @@ pub struct Limits {
     pub block_size: usize,
 }
 
-/// Bytes of one rank of a stage.
+/// Bytes of one rank of a stage: of the first, which has most where ranks differ.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct RankMemory {
     /// Stage.
@@ -68,15 +68,16 @@ pub struct MemoryModel<'a> {
 }
 
 impl MemoryModel<'_> {
-    /// Bytes of a rank of `stage`.
+    /// Bytes of the first rank of `stage`: where KV heads do not divide evenly, the one that has most, and whose pool
+    /// has the fewest blocks.
     #[must_use]
     pub fn rank(&self, layout: &Layout, stage: usize) -> RankMemory {
         let (shape, weights, tp) = (self.shape, self.weights, layout.tp as u64);
         let layers = layout.stages[stage].clone();
         let count = layers.len() as u64;
         let (first, last) = (stage == 0, stage + 1 == layout.pp);
-        // Where KV heads are copied, a rank has more than its share of the attention.
-        let heads = (2 * shape.num_heads / layout.tp + 2 * shape.kv_heads_per_rank(layout.tp)) as u64;
+        // Where KV heads are copied, or do not divide evenly, this rank has more than its share of the attention.
+        let heads = (2 * shape.heads_per_rank(layout.tp) + 2 * shape.kv_heads_per_rank(layout.tp)) as u64;
         let attention = (shape.hidden_size * shape.head_dim) as u64 * heads;
         let router = shape.router_parameters();
         let mlp = (shape.mlp_parameters() - router).div_ceil(tp) + router;
@@ -108,7 +109,7 @@ impl MemoryModel<'_> {
         rank
     }
 
-    /// K and V of one token in one layer of one rank: `2 × kv_heads × head_dim × bytes`.
+    /// K and V of one token in one layer of the first rank: `2 × kv_heads × head_dim × bytes`.
     fn layer_token_bytes(&self, tp: usize) -> u64 {
         2 * self.shape.kv_heads_per_rank(tp) as u64 * self.kv.head_bytes(self.shape.head_dim)
     }
@@ -207,8 +208,8 @@ impl MemoryModel<'_> {
                 experts_per_token * intermediate_size + shared_intermediate_size
             }
         };
-        let heads = (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim;
-        let a_token = 3.0 * shape.hidden_size as f64 + (heads + 3 * features) as f64 / tp;
+        let heads = 2 * (shape.heads_per_rank(layout.tp) + shape.kv_heads_per_rank(layout.tp)) * shape.head_dim;
+        let a_token = 3.0 * shape.hidden_size as f64 + heads as f64 + (3 * features) as f64 / tp;
         let hidden = self.limits.max_batch_tokens as f64 * a_token * self.device.activation_bytes();
         let gathered = if layout.tp > 1 { 1.0 + 1.0 / tp } else { 1.0 };
         let logits = self.limits.max_batch_size as f64 * shape.vocab_size as f64 * 4.0 * gathered;

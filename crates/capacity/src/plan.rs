@@ -84,11 +84,13 @@ pub struct CapacityPlan {
     pub layout: Layout,
     /// A step's limits.
     pub limits: Limits,
-    /// Bytes of a rank of each stage.
+    /// Bytes of the first rank of each stage.
     pub ranks: Vec<RankMemory>,
+    /// Whether the ranks of a stage have unlike numbers of heads; the first has most.
+    pub ranks_differ: bool,
     /// Tokens in a sequence at most.
     pub max_seq_len: usize,
-    /// KV bytes of such a sequence on a rank of each stage.
+    /// KV bytes of such a sequence on the first rank of each stage.
     pub kv_sequence_bytes: Vec<u64>,
     /// Sequences of `max_seq_len` tokens that fit at once.
     pub full_length_sequences: u64,
@@ -162,6 +164,7 @@ impl CapacityPlan {
             kv_dtype: *kv,
             device: device.clone(),
             limits,
+            ranks_differ: layout.tp < shape.num_kv_heads && !shape.num_kv_heads.is_multiple_of(layout.tp),
             ranks: (0..layout.pp).map(|stage| memory.rank(&layout, stage)).collect(),
             max_seq_len,
             kv_sequence_bytes: (0..layout.pp).map(|s| memory.sequence_bytes(&layout, s, max_seq_len)).collect(),

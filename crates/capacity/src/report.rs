@@ -73,7 +73,8 @@ impl CapacityPlan {
     }
 
     fn memory(&self, f: &mut Formatter<'_>) -> Result {
-        writeln!(f, "\nmemory of a rank")?;
+        let which = if self.ranks_differ { "the first rank of a stage, which has most" } else { "a rank" };
+        writeln!(f, "\nmemory of {which}")?;
         // Stages in between are alike: the first two and the last are shown.
         let mut shown: Vec<&RankMemory> = self.ranks.iter().take(2).collect();
         if self.ranks.len() > 2 {

@@ -3,7 +3,8 @@
 //! costs. Knows no pipeline.
 //!
 //! Shape letters: `T` tokens of the step on this rank, `D` hidden size, `H` query heads, `K` KV heads, `E` head size,
-//! `I` MLP features, `V` vocabulary; `H`, `K`, `I`, `V` here are the rank's own.
+//! `I` MLP features, `V` vocabulary; `H`, `K`, `I`, `V` here are the rank's own: of the first of its stage, which has
+//! most, and for which the others wait.
 
 use crate::dtype::Arithmetic;
 use crate::traffic::Traffic;
@@ -109,7 +110,7 @@ impl Roofline<'_> {
     fn attention_products(&self, tokens: f64) -> f64 {
         let (shape, tp) = (self.shape, self.layout.tp);
         let head = (shape.hidden_size * shape.head_dim) as f64;
-        let (heads, kv_heads) = ((shape.num_heads / tp) as f64, shape.kv_heads_per_rank(tp) as f64);
+        let (heads, kv_heads) = (shape.heads_per_rank(tp) as f64, shape.kv_heads_per_rank(tp) as f64);
         self.layer_product(head * (heads + 2.0 * kv_heads), tokens) + self.layer_product(head * heads, tokens)
     }
 
@@ -151,7 +152,7 @@ impl Roofline<'_> {
         let operations = sequences
             * pairs(work.past, work.new_tokens, window)
             * 4.0
-            * (shape.num_heads / tp * shape.head_dim) as f64;
+            * (shape.heads_per_rank(tp) * shape.head_dim) as f64;
         let rate = self.device.half_flops_per_s * self.device.efficiency.attention;
         self.device.efficiency.kernel_s + (kv_bytes / self.device.kv_bytes_per_s()).max(operations / rate)
     }
@@ -161,7 +162,7 @@ impl Roofline<'_> {
     fn small_kernels(&self, tokens: f64) -> f64 {
         let (shape, tp) = (self.shape, self.layout.tp as f64);
         let hidden = shape.hidden_size as f64;
-        let heads = (shape.num_heads * shape.head_dim) as f64 / tp;
+        let heads = (shape.heads_per_rank(self.layout.tp) * shape.head_dim) as f64;
         let kv_heads = (shape.kv_heads_per_rank(self.layout.tp) * shape.head_dim) as f64;
         let features = match shape.mlp {
             Mlp::Dense { intermediate_size } => intermediate_size as f64,

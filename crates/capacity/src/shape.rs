@@ -76,10 +76,10 @@ pub struct DecoderShape {
 }
 
 impl DecoderShape {
-    /// Refuses sizes that are 0 or absurd.
+    /// Refuses sizes that are 0 or absurd, and KV heads that do not divide the query heads.
     ///
     /// # Errors
-    /// [`CapacityError::Shape`] naming the field.
+    /// [`CapacityError::Shape`] or [`CapacityError::HeadGroups`], naming the field.
     pub fn check(&self) -> Result<(), CapacityError> {
         let mut sizes = vec![
             ("hidden_size", self.hidden_size, MAX_SIZE),
@@ -106,6 +106,11 @@ impl DecoderShape {
         }
         match sizes.into_iter().find(|&(_, value, most)| value == 0 || value > most) {
             Some((field, value, most)) => Err(CapacityError::Shape { model: self.name.clone(), field, value, most }),
+            None if !self.num_heads.is_multiple_of(self.num_kv_heads) => Err(CapacityError::HeadGroups {
+                model: self.name.clone(),
+                heads: self.num_heads,
+                kv_heads: self.num_kv_heads,
+            }),
             None => Ok(()),
         }
     }
@@ -153,16 +158,28 @@ impl DecoderShape {
         self.layers.len() as u64 * layer + vocabulary + self.hidden_size as u64
     }
 
-    /// KV heads that each of `tp` ranks holds: its share, or a copy of one where there are more ranks than heads.
+    /// KV heads of the first of `tp` ranks, which has most: its share, or a copy of one where there are more ranks than
+    /// heads.
     #[must_use]
     pub fn kv_heads_per_rank(&self, tp: usize) -> usize {
-        (self.num_kv_heads / tp.max(1)).max(1)
+        self.num_kv_heads.div_ceil(tp.max(1))
     }
 
-    /// Numbers of ranks that the heads of a layer divide over, ascending.
+    /// Query heads of the first of `tp` ranks, which has most: those that read its KV heads, or a share of them where
+    /// there are more ranks than KV heads.
+    #[must_use]
+    pub fn heads_per_rank(&self, tp: usize) -> usize {
+        if tp > self.num_kv_heads {
+            return self.num_heads.div_ceil(tp);
+        }
+        self.kv_heads_per_rank(tp) * (self.num_heads / self.num_kv_heads.max(1))
+    }
+
+    /// Numbers of ranks that heads can be cut over, ascending: as many as there are KV heads at most, or equally many
+    /// ranks for each KV head, with equally many of its query heads each.
     #[must_use]
     pub fn possible_tensor_parallel(&self) -> Vec<usize> {
-        let kv = |tp: usize| self.num_kv_heads.is_multiple_of(tp) || tp.is_multiple_of(self.num_kv_heads);
-        (1..=self.num_heads).filter(|&tp| self.num_heads.is_multiple_of(tp) && kv(tp)).collect()
+        let copied = |tp: usize| self.num_heads.is_multiple_of(tp) && tp.is_multiple_of(self.num_kv_heads);
+        (1..=self.num_heads).filter(|&tp| tp <= self.num_kv_heads || copied(tp)).collect()
     }
 }

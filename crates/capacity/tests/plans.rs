@@ -87,6 +87,28 @@ fn copied_kv_heads_types_windows_and_tied_heads_by_hand() {
     }
 }
 
+/// SmolLM2's 9 query and 3 KV heads of 64 over two ranks: the first has 6 and 2, and is the one that is shown.
+#[test]
+fn of_ranks_of_unlike_numbers_of_heads_the_one_with_most_by_hand() {
+    let plan = CapacityPlan::new(&question("smollm2-135m", "bf16", "l4", 2, 1)).unwrap();
+    let rank = &plan.ranks[0];
+    assert_eq!(rank.attention_bytes, 30 * 576 * 64 * (6 + 6 + 2 + 2) * 2);
+    assert_eq!(rank.kv_bytes_per_token, 30 * 2 * 2 * 64 * 2);
+    assert!(plan.ranks_differ && plan.to_string().contains("memory of the first rank of a stage, which has most\n"));
+    let even = CapacityPlan::new(&question("smollm2-135m", "bf16", "l4", 3, 1)).unwrap();
+    assert_eq!(even.ranks[0].attention_bytes, 30 * 576 * 64 * (3 + 3 + 1 + 1) * 2);
+    assert!(!even.ranks_differ && even.to_string().contains("memory of a rank\n"));
+    // Each of nine has a query head and a copy of a KV head.
+    let copied = CapacityPlan::new(&question("smollm2-135m", "bf16", "l4", 9, 1)).unwrap();
+    assert_eq!(copied.ranks[0].attention_bytes, 30 * 576 * 64 * (1 + 1 + 1 + 1) * 2);
+    assert!(!copied.ranks_differ);
+
+    let mut odd = question("smollm2-135m", "bf16", "l4", 1, 1);
+    odd.shape.num_kv_heads = 2;
+    let error = CapacityPlan::new(&odd).unwrap_err().to_string();
+    assert_eq!(error, "smollm2-135m: num_key_value_heads = 2 does not divide num_attention_heads = 9");
+}
+
 #[test]
 fn what_does_not_fit_is_told_by_how_much_and_what_would_do() {
     let error = CapacityPlan::new(&question("llama-2-70b", "bf16", "a100-80g", 1, 1)).unwrap_err();
@@ -144,7 +166,7 @@ fn values_out_of_range_are_named() {
         ("prompt_tokens + gen_tokens = 4128: must be in 1..=4096", Question { prompt_tokens: 4000, ..base() }),
         ("max_batch_size = 0", Question { max_batch_size: Some(0), ..base() }),
         ("micro_batches = 0", Question { micro_batches: Some(0), ..base() }),
-        ("tensor_parallel = 5: 64 query heads", Question { tensor_parallel: 5, ..base() }),
+        ("tensor_parallel = 12: 64 query heads", Question { tensor_parallel: 12, ..base() }),
     ];
     for (expected, question) in cases {
         let error = CapacityPlan::new(&question).unwrap_err().to_string();

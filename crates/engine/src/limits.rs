@@ -85,9 +85,19 @@ impl Limits {
         PagedKvCache::new(limits.cache_config(config, 1)).blocks_needed(tokens)
     }
 
-    /// Bytes of one block on each rank of `stage`.
-    pub(crate) fn rank_block_bytes(spec: &ModelSpec, config: &EngineConfig, stage: &Stage) -> u64 {
-        pool_spec(spec, config, stage, config.parallel.tensor_parallel, 1).block_bytes() as u64
+    /// Bytes of one block on every rank of `stages`, in rank order.
+    ///
+    /// # Errors
+    /// Heads that cannot be cut over so many ranks.
+    pub(crate) fn rank_block_bytes(
+        spec: &ModelSpec,
+        config: &EngineConfig,
+        stages: &[Stage],
+    ) -> Result<Vec<u64>, EngineError> {
+        let kv_heads = spec.kv_heads_by_rank(config.parallel.tensor_parallel)?;
+        let block_bytes = |stage, num_kv_heads| block_spec(spec, config, stage, num_kv_heads).block_bytes() as u64;
+        let of_stage = |stage| kv_heads.iter().map(move |&num_kv_heads| block_bytes(stage, num_kv_heads));
+        Ok(stages.iter().flat_map(of_stage).collect())
     }
 
     /// Blocks behind the pool that only a static batch's padding uses: enough for one whole step.
@@ -96,19 +106,13 @@ impl Limits {
     }
 }
 
-/// The pool's shape on each of `ranks_per_stage` ranks of a stage.
-pub(crate) fn pool_spec(
-    spec: &ModelSpec,
-    config: &EngineConfig,
-    stage: &Stage,
-    ranks_per_stage: usize,
-    num_blocks: usize,
-) -> KvPoolSpec {
+/// A pool of one block on a rank of `stage` that holds so many KV heads.
+pub(crate) fn block_spec(spec: &ModelSpec, config: &EngineConfig, stage: &Stage, num_kv_heads: usize) -> KvPoolSpec {
     KvPoolSpec {
-        num_blocks,
+        num_blocks: 1,
         block_size: config.block_size,
         layers_per_group: stage.layers_per_group(spec),
-        num_kv_heads: spec.kv_heads_per_rank(ranks_per_stage),
+        num_kv_heads,
         head_dim: spec.head_dim,
         dtype: config.kv_dtype,
     }

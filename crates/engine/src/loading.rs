@@ -147,10 +147,11 @@ fn check_ranks(ranks: &[RankContext], config: &EngineConfig) -> Result<(), Engin
 
 /// The plan that [`build_engine`] would arrive at with that memory, weights as they are
 /// stored and the workspace estimated. Reads nothing, allocates nothing. Stages are taken to be of
-/// equally many layers; what tensor-parallel ranks hold twice is not counted twice.
+/// equally many layers, and weights and workspace to be shared evenly; what tensor-parallel ranks hold twice is not
+/// counted twice.
 ///
 /// # Errors
-/// As [`build_engine`], for configuration and memory.
+/// As [`build_engine`], for configuration, heads and memory.
 pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory) -> Result<MemoryPlan, EngineError> {
     let mut limits = Limits::resolve(spec, config)?;
     let (count, num_layers) = (config.parallel.pipeline_parallel, spec.num_layers);
@@ -161,11 +162,28 @@ pub fn plan_memory(spec: &ModelSpec, config: &EngineConfig, memory: DeviceMemory
     let layers = |index: usize| index * num_layers / count..(index + 1) * num_layers / count;
     let stages: Vec<Stage> = (0..count).map(|index| Stage { index, count, layers: layers(index) }).collect();
     let workspace_bytes = estimate_workspace(spec, limits.max_batch_tokens, memory.logits_rows) * count as u64;
+    let num_ranks = config.parallel.num_ranks();
+    if memory.is_shared || num_ranks == 1 {
+        let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
+        return size(spec, config, &stages, &mut limits, measured);
+    }
     // Ranks on devices of their own are taken to have as much each.
-    let owners = if memory.is_shared { 1 } else { config.parallel.num_ranks() as u64 };
-    let memory = DeviceMemory { available_bytes: memory.available_bytes.saturating_mul(owners), ..memory };
-    let measured = Measured { memory, weight_bytes: spec.stored_bytes, workspace_bytes };
-    size(spec, config, &stages, &mut limits, measured)
+    let share = |bytes: u64, rank: usize| even_share(bytes, rank, num_ranks);
+    let ranks: Vec<RankMemory> = (0..num_ranks)
+        .map(|rank| RankMemory {
+            host: rank.to_string(),
+            available_bytes: memory.available_bytes,
+            weight_bytes: share(spec.stored_bytes, rank),
+            workspace_bytes: share(workspace_bytes, rank),
+        })
+        .collect();
+    size_for_all(spec, config, &stages, &mut limits, memory, &ranks)
+}
+
+/// The part of `bytes` that is `rank`'s of `num_ranks`, such that all parts are all of it.
+fn even_share(bytes: u64, rank: usize, num_ranks: usize) -> u64 {
+    let (rank, num_ranks) = (rank as u64, num_ranks as u64);
+    bytes / num_ranks + u64::from(rank < bytes % num_ranks)
 }
 
 /// What the plan needs to know of a device.
@@ -203,9 +221,7 @@ pub(crate) fn size(
     limits: &mut Limits,
     measured: Measured,
 ) -> Result<MemoryPlan, EngineError> {
-    let ranks_per_stage = config.parallel.tensor_parallel;
-    let stage_block_bytes = |stage| Limits::rank_block_bytes(spec, config, stage) * ranks_per_stage as u64;
-    let block_bytes = stages.iter().map(stage_block_bytes).sum();
+    let block_bytes = Limits::rank_block_bytes(spec, config, stages)?.iter().sum();
     let elem_bytes = config.kv_dtype.block_bytes();
     let filled = MemoryPlan {
         available_bytes: measured.memory.available_bytes,
@@ -256,11 +272,7 @@ pub(crate) fn size_for_all(
     memory: DeviceMemory,
     ranks: &[RankMemory],
 ) -> Result<MemoryPlan, EngineError> {
-    let ranks_per_stage = config.parallel.tensor_parallel.max(1);
-    let block_bytes: Vec<u64> = (0..ranks.len())
-        .filter_map(|rank| stages.get(rank / ranks_per_stage))
-        .map(|stage| Limits::rank_block_bytes(spec, config, stage))
-        .collect();
+    let block_bytes = Limits::rank_block_bytes(spec, config, stages)?;
     let measured = Measured {
         memory: DeviceMemory { available_bytes: room_for_all(ranks, &block_bytes), ..memory },
         weight_bytes: ranks.iter().map(|rank| rank.weight_bytes).sum(),

@@ -1,12 +1,13 @@
 //! Brings the ranks up: each loads its share on a thread of its own and rehearses the largest step
 //! together with the others. Decides what a failure of one means for all; sizes nothing.
 
-use crate::limits::{Limits, pool_spec};
+use crate::limits::{Limits, block_spec};
 use crate::loading::StartTimes;
 use crate::pipeline::panic_message;
 use crate::warm_up::{LargestStep, largest_step};
 use crate::worker::{PaddingBlocks, Worker};
 use crate::{EngineConfig, EngineError};
+use pagemill_backend::KvPoolSpec;
 use pagemill_model::{CausalLm, Checkpoint, LoadProgress, ModelSpec, RankContext, Stage};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -130,8 +131,9 @@ impl BringUp<'_> {
         let Loaded { model, took: weights } = loaded;
         let weight_bytes = model.weight_bytes();
         let ranks_per_stage = cx.collective.world_size();
-        let pool = pool_spec(self.spec, self.config, stage, ranks_per_stage, largest.num_blocks);
-        let pool = cx.backend.alloc_kv(&pool)?;
+        let num_kv_heads = self.spec.kv_heads_by_rank(ranks_per_stage)?[cx.collective.rank()];
+        let block = block_spec(self.spec, self.config, stage, num_kv_heads);
+        let pool = cx.backend.alloc_kv(&KvPoolSpec { num_blocks: largest.num_blocks, ..block })?;
         let mut worker = Worker::new(cx.clone(), model, pool, PaddingBlocks::default(), self.limits.max_batch_tokens);
         // The same number on every rank: they rehearse together.
         let times = if ranks_per_stage * stage.count == 1 { 1 } else { REHEARSALS };

@@ -8,13 +8,17 @@
 //! may differ by [`ROUNDING`].
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 
+#[path = "../../model/tests/harness/regrouped.rs"]
+mod regrouped;
+
 use pagemill_backend::{ActivationMode, CpuBackend, CpuConfig, DType, SharedCollective};
 use pagemill_engine::{
-    BuiltEngine, ChannelSink, EngineConfig, EngineHandle, EventReceiver, Generation, ParallelMode, RankContext,
-    Request, SamplingParams, build_engine_on,
+    BuiltEngine, ChannelSink, DeviceMemory, EngineConfig, EngineHandle, EventReceiver, Generation, ParallelMode,
+    RankContext, Request, SamplingParams, build_engine_on, plan_memory,
 };
 use pagemill_formats::Checkpoint;
 use pagemill_scheduler::Time;
+use regrouped::regrouped;
 use serde_json::Value;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -24,8 +28,12 @@ const GREEDY_TOKENS: usize = 32;
 /// Log-probabilities of different sum orders differ by less.
 const ROUNDING: f32 = 5e-4;
 
+fn zoo_folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo").join(name)
+}
+
 fn checkpoint(name: &str) -> (Checkpoint, Value) {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo").join(name);
+    let folder = zoo_folder(name);
     let golden = serde_json::from_slice(&std::fs::read(folder.join("golden.json")).unwrap()).unwrap();
     (Checkpoint::open(&folder).unwrap(), golden)
 }
@@ -164,23 +172,48 @@ fn check_layouts(name: &str) {
     let (checkpoint, golden) = checkpoint(name);
     let prompts = prompts(&golden);
     let solo = run_alone(&checkpoint, ParallelMode::SOLO, &prompts);
-    for tensor_parallel in [1, 2, 4] {
+    check_layouts_of(name, &checkpoint, &prompts, &solo, &[1, 2, 4]);
+}
+
+/// As [`check_layouts`], with one KV head more, whose heads do not come out even on two ranks.
+fn check_uneven_layouts(name: &str) {
+    let (trained, golden) = checkpoint(name);
+    let prompts = prompts(&golden);
+    let solo = run_alone(&trained, ParallelMode::SOLO, &prompts);
+    let (_folder, checkpoint) = with_three_kv_heads(name);
+    check_layouts_of(&format!("{name} of three KV heads"), &checkpoint, &prompts, &solo, &[2, 3]);
+}
+
+fn with_three_kv_heads(name: &str) -> (tempfile::TempDir, Checkpoint) {
+    let folder = regrouped(&zoo_folder(name), &[0, 1, 0]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    (folder, checkpoint)
+}
+
+fn check_layouts_of(
+    name: &str,
+    checkpoint: &Checkpoint,
+    prompts: &[Vec<u32>],
+    solo: &[Generation],
+    tensor_parallel: &[usize],
+) {
+    for &tensor_parallel in tensor_parallel {
         let one_stage = ParallelMode { tensor_parallel, pipeline_parallel: 1 };
-        let alone = if tensor_parallel == 1 { solo.clone() } else { run_alone(&checkpoint, one_stage, &prompts) };
-        assert_tokens(&format!("{name}, {tensor_parallel} ranks"), &alone, &solo);
+        let alone = if tensor_parallel == 1 { solo.to_vec() } else { run_alone(checkpoint, one_stage, prompts) };
+        assert_tokens(&format!("{name}, {tensor_parallel} ranks"), &alone, solo);
         for pipeline_parallel in [1, 2] {
             let mode = ParallelMode { tensor_parallel, pipeline_parallel };
             if mode == ParallelMode::SOLO {
                 continue; // `zoo.rs`.
             }
             let what = format!("{name}, {mode}");
-            let mut built = build(&checkpoint, &config(mode));
-            assert_bits(&format!("{what}, mixed"), &run_together(&mut built, &prompts), &alone);
-            let again = run_together(&mut built, &prompts);
+            let mut built = build(checkpoint, &config(mode));
+            assert_bits(&format!("{what}, mixed"), &run_together(&mut built, prompts), &alone);
+            let again = run_together(&mut built, prompts);
             assert_bits(&format!("{what}, with prefix hits"), &again, &alone);
             let cached: usize = again.iter().map(|run| run.choices[0].finish.as_ref().unwrap().1.cached_tokens).sum();
             assert!(cached > 100, "{what}: {cached} tokens were found in the prefix cache");
-            check_preemption(&what, &checkpoint, mode, &prompts, &alone);
+            check_preemption(&what, checkpoint, mode, prompts, &alone);
         }
     }
 }
@@ -202,6 +235,48 @@ zoo! {
     qwen2: "qwen2",
     qwen3: "qwen3",
     gemma3: "gemma3",
+}
+
+#[test]
+fn llama_of_three_kv_heads() {
+    check_uneven_layouts("llama");
+}
+
+#[test]
+fn qwen3_of_three_kv_heads() {
+    check_uneven_layouts("qwen3");
+}
+
+#[test]
+fn ranks_of_unlike_numbers_of_heads_share_weights_and_pool() {
+    let (_folder, checkpoint) = with_three_kv_heads("llama");
+    let plan_of =
+        |tensor_parallel| build(&checkpoint, &config(ParallelMode { tensor_parallel, pipeline_parallel: 1 })).plan;
+    let (solo, pair) = (plan_of(1), plan_of(2));
+    assert_eq!((pair.block_bytes, pair.num_blocks), (solo.block_bytes, solo.num_blocks));
+    assert!(pair.weight_bytes >= solo.weight_bytes && pair.weight_bytes < solo.weight_bytes * 102 / 100);
+
+    // On devices of their own, two ranks have no more blocks than the one with two of the three heads has room for.
+    let spec = pagemill_model::read_spec(&checkpoint).unwrap();
+    let blocks = |tensor_parallel, available_bytes| {
+        let config = EngineConfig {
+            parallel: ParallelMode { tensor_parallel, pipeline_parallel: 1 },
+            max_batch_size: Some(1 << 12),
+            ..EngineConfig::default()
+        };
+        plan_memory(&spec, &config, DeviceMemory { available_bytes, is_shared: false, logits_rows: 64 }).unwrap()
+    };
+    let (pair, thrice) = (blocks(2, 1 << 30), blocks(3, 1 << 30));
+    assert_eq!(pair.block_bytes, thrice.block_bytes, "three heads in all");
+    let on_first = pair.num_blocks as u64 * pair.block_bytes / 3 * 2;
+    let left = (1 << 30) - (pair.weight_bytes + pair.workspace_bytes) / 2;
+    assert!(on_first <= left * 9 / 10, "{on_first} of {left}");
+    assert!(on_first >= left * 8 / 10, "{on_first} of {left}");
+    let no_cut =
+        EngineConfig { parallel: ParallelMode { tensor_parallel: 5, pipeline_parallel: 1 }, ..EngineConfig::default() };
+    let memory = DeviceMemory { available_bytes: 1 << 30, is_shared: false, logits_rows: 64 };
+    let refused = plan_memory(&spec, &no_cut, memory).err().unwrap().to_string();
+    assert!(refused.contains("6 query heads and 3 KV heads do not divide over 5 ranks"), "{refused}");
 }
 
 #[test]
@@ -264,7 +339,10 @@ fn layouts_that_cannot_be_are_refused_in_a_sentence() {
         let mode = ParallelMode { tensor_parallel, pipeline_parallel };
         build_engine_on(&checkpoint, ranks(mode), &config(mode), &|_| {}).err().unwrap().to_string()
     };
-    assert_eq!(refused(3, 1), "tensor_parallel = 3: 4 query heads do not divide over 3 ranks");
+    assert_eq!(
+        refused(3, 1),
+        "tensor_parallel = 3: 4 query heads and 2 KV heads do not divide over 3 ranks; possible are 1, 2, 4"
+    );
     assert_eq!(refused(1, 5), "pipeline_parallel = 5: 4 layers do not make 5 stages of at least one layer");
     let one_for_two = config(ParallelMode { tensor_parallel: 2, pipeline_parallel: 1 });
     let error = build_engine_on(&checkpoint, ranks(ParallelMode::SOLO), &one_for_two, &|_| {}).err().unwrap();

@@ -4,7 +4,7 @@
 use crate::decoder::DecoderSpec;
 use crate::made_up;
 use crate::names::Spelling;
-use crate::shard::{Shard, ShardError};
+use crate::shard::{Shard, ShardError, head_shards};
 use crate::stage::{Costs, balance};
 use crate::weights::dtype_of;
 use crate::{ModelError, ParallelMode, Stage};
@@ -96,7 +96,7 @@ fn made_up_costs(spec: &DecoderSpec) -> Costs {
     }
 }
 
-/// The cuts that loading makes, tried for the last rank: heads, and features on quantisation borders.
+/// The cuts that loading makes: heads of every rank, features of the last, all on quantisation borders.
 fn check_tensor_parallel(
     spec: &DecoderSpec,
     weights: &Weights,
@@ -110,9 +110,9 @@ fn check_tensor_parallel(
     if world_size == 1 {
         return Ok(());
     }
-    let shard = Shard { rank: world_size - 1, world_size };
-    let heads = shard.heads(spec.num_heads, spec.num_kv_heads).map_err(|error| refuse(error.to_string()))?.heads;
-    let attention_features = heads.len() * spec.head_dim;
+    let heads =
+        head_shards(spec.num_heads, spec.num_kv_heads, world_size).map_err(|error| refuse(error.to_string()))?;
+    let last = Shard { rank: world_size - 1, world_size };
     for layer in 0..spec.layer_kinds.len() {
         let granule = |module: &str| {
             let name = spelling.in_layer(layer, module, "weight");
@@ -120,17 +120,16 @@ fn check_tensor_parallel(
             Some((name, dtype_of(info.tensor_type()?).block_elems()))
         };
         if let Some((name, granule)) = granule("self_attn.o_proj")
-            && !attention_features.is_multiple_of(granule)
+            && let Some(rank) = heads.iter().position(|own| !(own.heads.end * spec.head_dim).is_multiple_of(granule))
         {
             return Err(refuse(format!(
-                "{} heads of {} features each rank do not end on the blocks of {granule} of {name}",
-                heads.len(),
+                "the {} heads of {} features of rank {rank} do not end on the blocks of {granule} of {name}",
+                heads[rank].heads.len(),
                 spec.head_dim
             )));
         }
         if let Some((name, granule)) = granule("mlp.down_proj") {
-            shard
-                .features(spec.intermediate_size, granule)
+            last.features(spec.intermediate_size, granule)
                 .map_err(|error: ShardError| refuse(format!("{name}: {error}")))?;
         }
     }

@@ -1,5 +1,8 @@
 //! Shapes and limits of a decoder, as every other room needs them. Knows no weights.
 
+use crate::ModelError;
+use crate::shard::head_shards;
+
 /// The kind of KV state a layer keeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[allow(missing_docs)] // the fields are what the variant names
@@ -61,11 +64,18 @@ impl ModelSpec {
         self.kv_groups.iter().map(|g| g.layers.len()).max().unwrap_or(0)
     }
 
-    /// KV heads that each of `world_size` ranks holds: its share, or a copy of one where there are more
-    /// ranks than heads.
-    #[must_use]
-    pub fn kv_heads_per_rank(&self, world_size: usize) -> usize {
-        (self.num_kv_heads / world_size.max(1)).max(1)
+    /// KV heads that each of a stage's `world_size` ranks holds, in rank order: its share, or a copy of one where
+    /// there are more ranks than heads.
+    ///
+    /// # Errors
+    /// [`ModelError::Parallel`] when the heads cannot be cut so.
+    pub fn kv_heads_by_rank(&self, world_size: usize) -> Result<Vec<usize>, ModelError> {
+        match head_shards(self.num_heads, self.num_kv_heads, world_size) {
+            Ok(ranks) => Ok(ranks.into_iter().map(|rank| rank.kv_heads.len()).collect()),
+            Err(error) => {
+                Err(ModelError::Parallel { key: "tensor_parallel", value: world_size, detail: error.to_string() })
+            }
+        }
     }
 
     /// KV bytes of one sequence of `tokens` tokens in element size `elem_bytes`, window layers counted

@@ -326,7 +326,7 @@ fn quantisation_borders_refuse_a_layout() {
     let (_folder, path) = with("blk.3.attn_output.weight", &[128, 256], 128 * 144);
     assert_eq!(
         plan(&path, 2).unwrap_err().to_string(),
-        "tensor_parallel = 2: 2 heads of 32 features each rank do not end on the blocks of 256 of \
+        "tensor_parallel = 2: the 2 heads of 32 features of rank 0 do not end on the blocks of 256 of \
          blk.3.attn_output.weight"
     );
 }

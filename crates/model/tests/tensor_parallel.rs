@@ -3,10 +3,12 @@
 
 mod harness;
 
+use harness::regrouped::regrouped;
 use harness::{Rig, golden, ids, zoo};
 use pagemill_backend::{ActivationMode, Backend, BackendError, Collective, CpuBackend, CpuConfig, DType, Tensor};
 use pagemill_formats::Checkpoint;
 use pagemill_model::{ParallelMode, RankContext, load, load_stage, plan_stages, read_spec};
+use std::path::Path;
 use std::sync::{Arc, Barrier, Mutex};
 
 /// What the ranks of one stage share.
@@ -86,13 +88,13 @@ fn ranks(world_size: usize) -> Vec<RankContext> {
 }
 
 /// Log-probabilities of the document's beginning, from every rank.
-fn logprobs(name: &str, world_size: usize, tokens: &[u32]) -> Vec<Vec<Vec<f64>>> {
+fn logprobs(model: &Path, world_size: usize, tokens: &[u32]) -> Vec<Vec<Vec<f64>>> {
     std::thread::scope(|scope| {
         let threads: Vec<_> = ranks(world_size)
             .into_iter()
             .map(|cx| {
                 scope.spawn(move || {
-                    let mut rig = Rig::with_context(&zoo(name), cx, DType::F32, tokens.len());
+                    let mut rig = Rig::with_context(model, cx, DType::F32, tokens.len());
                     let mut sequence = rig.sequence();
                     rig.logprobs(&mut sequence, tokens, 64)
                 })
@@ -106,13 +108,38 @@ fn logprobs(name: &str, world_size: usize, tokens: &[u32]) -> Vec<Vec<Vec<f64>>>
 fn two_and_four_ranks_give_what_one_gives() {
     for name in harness::ZOO {
         let tokens = &ids(&golden(name)["document"]["ids"])[..150];
-        let solo = logprobs(name, 1, tokens).remove(0);
+        let solo = logprobs(&zoo(name), 1, tokens).remove(0);
         for world_size in [2, 4] {
-            let ranks = logprobs(name, world_size, tokens);
-            assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{name}: ranks agree bit for bit");
-            let differences = ranks[0].iter().flatten().zip(solo.iter().flatten()).map(|(a, b)| (a - b).abs());
-            let worst = differences.fold(0.0, f64::max);
-            assert!(worst < 5e-4, "{name} on {world_size} ranks: log-probabilities differ by {worst}");
+            check_ranks(name, &zoo(name), world_size, tokens, &solo);
+        }
+    }
+}
+
+fn check_ranks(name: &str, model: &Path, world_size: usize, tokens: &[u32], solo: &[Vec<f64>]) {
+    let ranks = logprobs(model, world_size, tokens);
+    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "{name}: ranks agree bit for bit");
+    let differences = ranks[0].iter().flatten().zip(solo.iter().flatten()).map(|(a, b)| (a - b).abs());
+    let worst = differences.fold(0.0, f64::max);
+    assert!(worst < 5e-4, "{name} on {world_size} ranks: log-probabilities differ by {worst}");
+}
+
+/// Three KV heads over two ranks, four over three, and such as do not come out even with one rank either.
+#[test]
+fn ranks_of_unlike_numbers_of_heads_give_what_one_gives() {
+    for name in harness::ZOO {
+        let tokens = &ids(&golden(name)["document"]["ids"])[..150];
+        let as_trained = logprobs(&zoo(name), 1, tokens).remove(0);
+        let has_one_kv_head = name == "gemma3";
+        let layouts: [(&[usize], &[usize]); 2] = match has_one_kv_head {
+            true => [(&[0, 0, 0], &[1, 2, 3]), (&[0; 4], &[3])],
+            false => [(&[0, 1, 0], &[1, 2, 3]), (&[0, 1, 1, 0], &[3])],
+        };
+        for (kv_heads, worlds) in layouts {
+            let folder = regrouped(&zoo(name), kv_heads);
+            for &world_size in worlds {
+                let what = format!("{name} of {} KV heads", kv_heads.len());
+                check_ranks(&what, folder.path(), world_size, tokens, &as_trained);
+            }
         }
     }
 }
@@ -127,6 +154,14 @@ fn ranks_hold_shares_of_the_weights() {
     assert_eq!(pair[0], pair[1]);
     // The embedding and the norms are whole on each rank; all else is halved.
     assert!(pair[0] < solo * 6 / 10, "{} of {solo} bytes", pair[0]);
+    // Of three KV heads of 32 features, with two query heads each, the first rank has two.
+    let folder = regrouped(&zoo("llama"), &[0, 1, 0]);
+    let checkpoint = Checkpoint::open(folder.path()).unwrap();
+    let spec = read_spec(&checkpoint).unwrap();
+    assert_eq!((spec.kv_heads_by_rank(2).unwrap(), spec.kv_heads_by_rank(6).unwrap()), (vec![2, 1], vec![1; 6]));
+    let pair: Vec<u64> = ranks(2).iter().map(|cx| load(&checkpoint, cx, &|_| {}).unwrap().weight_bytes()).collect();
+    let kv_head_bytes = spec.num_layers as u64 * 32 * (2 + 1 + 1 + 2) * 128 * 4;
+    assert_eq!(pair[0], pair[1] + kv_head_bytes);
 }
 
 /// Stages read and hold their own layers; a tied embedding is on both ends.
@@ -157,7 +192,7 @@ fn a_cut_that_cannot_be_made_names_the_tensor() {
     let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
     let error = load(&checkpoint, &ranks(3)[0], &|_| {}).map(|_| ()).unwrap_err().to_string();
     assert!(
-        error.contains("\"model.layers.0.self_attn.q_proj.weight\": 4 query heads do not divide over 3"),
+        error.contains("\"model.layers.0.self_attn.q_proj.weight\": 4 query heads and 2 KV heads do not divide over 3"),
         "{error}"
     );
 }

@@ -108,7 +108,7 @@ fn what_cannot_be_is_one_sentence() {
         (&["llama-2-70b", "--device", "h200", "--dtype", "int3"], &["dtype = int3", "q4_k"]),
         (&["llama-2-70b", "--device", "h200", "--kv-dtype", "int2"], &["kv_dtype = int2", "fp8"]),
         (&["llama-2-70b", "--device", "l4"], &["does not fit", "GiB are missing", "--tp"]),
-        (&["llama-2-70b", "--tp", "6", "--device", "h200"], &["tensor_parallel = 6", "1, 2, 4, 8"]),
+        (&["llama-2-70b", "--tp", "12", "--device", "h200"], &["tensor_parallel = 12", "1 to 8, 16, 32, 64"]),
         (&["llama-2-7b", "--pp", "33", "--device", "h200"], &["pipeline_parallel = 33", "1..=32"]),
         (&["llama-2-7b", "--tp", "0", "--device", "h200"], &["tensor_parallel = 0"]),
         (&["llama-2-7b", "--max-seq-len", "9999", "--device", "h200"], &["max_seq_len = 9999", "4096"]),

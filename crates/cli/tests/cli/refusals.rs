@@ -58,7 +58,10 @@ fn settings_out_of_range_name_their_key() {
         (&["--kv-dtype", "int2", "hi"], "kv_dtype = int2"),
         (&["--isa", "z80", "hi"], "isa = z80"),
         (&["--max-batch-tokens", "2", "--max-batch-size", "3", "hi"], "max_batch_tokens = 2"),
-        (&["-tp", "3", "hi"], "tensor_parallel = 3: 4 query heads do not divide over 3 ranks"),
+        (
+            &["-tp", "3", "hi"],
+            "tensor_parallel = 3: 4 query heads and 2 KV heads do not divide over 3 ranks; possible are 1, 2, 4",
+        ),
         (&["-pp", "5", "hi"], "pipeline_parallel = 5: 4 layers do not make 5 stages"),
         (&["--tensor-parallel-size", "0", "hi"], "tensor_parallel = 0"),
         (&["-pp=2", "--micro-batches", "33", "hi"], "micro_batches = 33"),

@@ -3,6 +3,8 @@
 #![allow(dead_code, missing_docs)]
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)] // tests
 
+pub mod regrouped;
+
 use pagemill_backend::{
     ActivationMode, BatchLayout, CpuBackend, CpuConfig, DType, GroupLayout, KvPool, KvPoolSpec, SoloCollective, Tensor,
 };
@@ -65,7 +67,7 @@ impl Rig {
             num_blocks,
             block_size: BLOCK_SIZE,
             layers_per_group: spec.layers_per_group(),
-            num_kv_heads: spec.kv_heads_per_rank(cx.collective.world_size()),
+            num_kv_heads: spec.kv_heads_by_rank(cx.collective.world_size()).unwrap()[cx.collective.rank()],
             head_dim: spec.head_dim,
             dtype: kv_dtype,
         };
