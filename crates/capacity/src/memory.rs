@@ -81,7 +81,8 @@ impl MemoryModel<'_> {
         let attention = (shape.hidden_size * shape.head_dim) as u64 * heads;
         let router = shape.router_parameters();
         let mlp = (shape.mlp_parameters() - router).div_ceil(tp) + router;
-        let vocabulary = weights.vocabulary_bytes(shape.vocabulary_parameters().div_ceil(tp));
+        let vocabulary =
+            weights.vocabulary_bytes((shape.vocabulary_rows_per_rank(layout.tp) * shape.hidden_size) as u64);
         let has_copy = shape.tied_embeddings && first && last;
         let mut rank = RankMemory {
             stage,
@@ -211,8 +212,8 @@ impl MemoryModel<'_> {
         let heads = 2 * (shape.heads_per_rank(layout.tp) + shape.kv_heads_per_rank(layout.tp)) * shape.head_dim;
         let a_token = 3.0 * shape.hidden_size as f64 + heads as f64 + (3 * features) as f64 / tp;
         let hidden = self.limits.max_batch_tokens as f64 * a_token * self.device.activation_bytes();
-        let gathered = if layout.tp > 1 { 1.0 + 1.0 / tp } else { 1.0 };
-        let logits = self.limits.max_batch_size as f64 * shape.vocab_size as f64 * 4.0 * gathered;
+        let own = if shape.gathers_logits(layout.tp) { shape.vocabulary_rows_per_rank(layout.tp) } else { 0 };
+        let logits = self.limits.max_batch_size as f64 * (own + shape.vocab_size) as f64 * 4.0;
         whole_bytes(hidden + if last { logits } else { 0.0 })
     }
 }

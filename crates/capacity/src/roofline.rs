@@ -185,16 +185,18 @@ impl Roofline<'_> {
         if work.sampled == 0 {
             return Seconds::default();
         }
-        let parameters = self.shape.vocabulary_parameters() as f64 / self.layout.tp as f64;
-        let bytes = self.weights.vocabulary_bytes(self.shape.vocabulary_parameters()) as f64 / self.layout.tp as f64;
+        let own_rows = self.shape.vocabulary_rows_per_rank(self.layout.tp);
+        let parameters = (own_rows * self.shape.hidden_size) as u64;
+        let bytes = self.weights.vocabulary_bytes(parameters) as f64;
+        let is_gathered = self.shape.gathers_logits(self.layout.tp);
         let logits = rows * self.shape.vocab_size as f64;
         Seconds {
-            products_s: self.product(parameters, bytes, rows, self.weights.vocabulary_arithmetic()),
+            products_s: self.product(parameters as f64, bytes, rows, self.weights.vocabulary_arithmetic()),
             attention_s: 0.0,
             other_s: 2.0 * efficiency.kernel_s
                 + logits * LOGIT_BYTES / self.device.read_bytes_per_s()
                 + rows * efficiency.sequence_s,
-            collectives_s: self.traffic().all_gather_s(stage, logits * 4.0),
+            collectives_s: if is_gathered { self.traffic().all_gather_s(stage, logits * 4.0) } else { 0.0 },
         }
     }
 }

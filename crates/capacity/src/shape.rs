@@ -175,6 +175,19 @@ impl DecoderShape {
         self.kv_heads_per_rank(tp) * (self.num_heads / self.num_kv_heads.max(1))
     }
 
+    /// Rows of the embedding and of the head that each of `tp` ranks holds: its share where they divide evenly, else all,
+    /// as the engine does.
+    #[must_use]
+    pub fn vocabulary_rows_per_rank(&self, tp: usize) -> usize {
+        if self.vocab_size.is_multiple_of(tp) { self.vocab_size / tp } else { self.vocab_size }
+    }
+
+    /// Whether each of `tp` ranks has only its share of the logits, so that they are gathered.
+    #[must_use]
+    pub fn gathers_logits(&self, tp: usize) -> bool {
+        self.vocabulary_rows_per_rank(tp) < self.vocab_size
+    }
+
     /// Numbers of ranks that heads can be cut over, ascending: as many as there are KV heads at most, or equally many
     /// ranks for each KV head, with equally many of its query heads each.
     #[must_use]

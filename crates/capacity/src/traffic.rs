@@ -95,7 +95,7 @@ impl Traffic<'_> {
         let all_reduces = if tp > 1 { 2 * shape.layers.len() } else { 0 };
         let wire = 2.0 * (tp as f64 - 1.0) / tp as f64 * hidden * all_reduces as f64;
         let all_reduce = |stage: usize| 2.0 * self.layout.stages[stage].len() as f64 * self.all_reduce_s(stage, hidden);
-        let logits = if tp > 1 { shape.vocab_size as f64 * 4.0 } else { 0.0 };
+        let logits = if shape.gathers_logits(tp) { shape.vocab_size as f64 * 4.0 } else { 0.0 };
         let forward: f64 = (0..last).map(|stage| self.send_s(stage, hidden)).sum();
         TokenTraffic {
             all_reduces,
@@ -103,7 +103,7 @@ impl Traffic<'_> {
             all_reduce_wire_bytes: crate::memory::whole_bytes(wire),
             all_reduce_s: (0..pp).map(all_reduce).sum(),
             all_gather_bytes: crate::memory::whole_bytes(logits),
-            all_gather_s: self.all_gather_s(last, logits),
+            all_gather_s: if shape.gathers_logits(tp) { self.all_gather_s(last, logits) } else { 0.0 },
             sends: if pp > 1 { pp } else { 0 },
             send_bytes: crate::memory::whole_bytes(if pp > 1 { hidden } else { 0.0 }),
             send_s: forward + self.send_s(last, 4.0),
@@ -148,6 +148,17 @@ mod tests {
         let time = |layout: &Layout| Traffic { device: &device, layout }.all_reduce_s(0, 1e6);
         near(time(&one), 14e-6 + 2.0 * 0.875 * 1e6 / (0.75 * 300e9));
         near(time(&two), 14e-6 + 40e-6 + 2.0 * (0.75 * 1e6 / 300e9 + 0.5 * 0.25e6 / 25e9) / 0.75);
+    }
+
+    /// 32,000 rows do not divide over seven ranks: each has them all.
+    #[test]
+    fn logits_that_every_rank_has_are_not_gathered() {
+        let shape = known::shape("llama-2-70b").unwrap();
+        let device = Device::named("h200").unwrap();
+        let layout = Layout::new(&shape, &WeightType::named("bf16").unwrap(), 7, 1, 8).unwrap();
+        let token = Traffic { device: &device, layout: &layout }.of_a_token(&shape);
+        assert_eq!((token.all_reduces, token.all_gather_bytes), (160, 0));
+        assert!(token.all_gather_s == 0.0);
     }
 
     #[test]

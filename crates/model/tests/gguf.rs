@@ -299,9 +299,9 @@ fn stages_are_balanced_by_the_cost_of_each_types_bytes() {
 fn quantisation_borders_refuse_a_layout() {
     let checkpoint = Checkpoint::open(&zoo("llama")).unwrap();
     let spec = read_spec(&checkpoint).unwrap();
-    let with = |name: &str, shape: &[u64], bytes: usize| {
+    let with_spec = |spec: &ModelSpec, name: &str, shape: &[u64], bytes: usize| {
         let embedding = vec![0.0; 512 * 128];
-        let writer = keys("llama", &spec).f32("llama.rope.freq_base", 1e4).f32_tensor(
+        let writer = keys("llama", spec).f32("llama.rope.freq_base", 1e4).f32_tensor(
             "token_embd.weight",
             &[512, 128],
             &embedding,
@@ -313,6 +313,7 @@ fn quantisation_borders_refuse_a_layout() {
         let q4_k = 12;
         write(&writer.tensor(name, q4_k, shape, vec![0; bytes]))
     };
+    let with = |name: &str, shape: &[u64], bytes: usize| with_spec(&spec, name, shape, bytes);
     let plan = |path: &PathBuf, tensor_parallel| {
         let mode = ParallelMode { tensor_parallel, pipeline_parallel: 2 };
         plan_stages(&Checkpoint::open(path).unwrap(), mode)
@@ -327,6 +328,15 @@ fn quantisation_borders_refuse_a_layout() {
     assert_eq!(
         plan(&path, 2).unwrap_err().to_string(),
         "tensor_parallel = 2: the 2 heads of 32 features of rank 0 do not end on the blocks of 256 of \
+         blk.3.attn_output.weight"
+    );
+    // Four KV heads with two query heads each over three ranks: 256, 128 and 128 features.
+    let wide = ModelSpec { num_heads: 8, num_kv_heads: 4, head_dim: 64, ..spec.clone() };
+    let (_folder, path) = with_spec(&wide, "blk.3.attn_output.weight", &[128, 512], 256 * 144);
+    assert_eq!(plan(&path, 2).unwrap().len(), 2);
+    assert_eq!(
+        plan(&path, 3).unwrap_err().to_string(),
+        "tensor_parallel = 3: the 2 heads of 64 features of rank 1 do not end on the blocks of 256 of \
          blk.3.attn_output.weight"
     );
 }

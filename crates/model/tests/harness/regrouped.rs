@@ -94,16 +94,16 @@ pub fn regrouped(folder: &Path, kv_heads: &[usize]) -> TempDir {
     let (mut header, mut bytes) = (Map::new(), Vec::new());
     for (name, entry) in stored.header.iter().filter(|(name, _)| *name != "__metadata__") {
         let rows = stored.rows(entry);
+        let is_matrix = entry["shape"].as_array().unwrap().len() == 2;
         let is = |module: &str| name.contains(&format!("self_attn.{module}_proj."));
         let rows = match () {
             () if is("q") => groups.repeat_rows(&rows, groups.group),
             () if is("k") || is("v") => groups.repeat_rows(&rows, 1),
-            () if is("o") => rows.iter().map(|row| groups.repeat_columns(row)).collect(),
+            () if is("o") && is_matrix => rows.iter().map(|row| groups.repeat_columns(row)).collect(),
             () => rows,
         };
         let start = bytes.len();
         bytes.extend(rows.iter().flatten().flat_map(|x| x.to_le_bytes()));
-        let is_matrix = entry["shape"].as_array().unwrap().len() == 2;
         let shape = if is_matrix { vec![rows.len(), rows[0].len()] } else { vec![rows.len()] };
         header.insert(name.clone(), json!({"dtype": "F32", "shape": shape, "data_offsets": [start, bytes.len()]}));
     }
