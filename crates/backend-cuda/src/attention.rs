@@ -179,6 +179,7 @@ impl AttentionTask<'_> {
         Heads {
             num_heads: word(self.params.num_heads),
             num_kv_heads: word(self.params.num_kv_heads),
+            num_kv_heads_max: word(self.params.num_kv_heads_max),
             head_dim: word(self.params.head_dim),
         }
     }
@@ -332,7 +333,7 @@ impl AttentionOps {
         (kind, place): (&LayerKind, DecodePlace),
         pool: LayerPool<'_>,
     ) -> Result<(), BackendError> {
-        let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = kind.heads;
         let function = self.decode.iter().find(|(variant, _)| *variant == place.variant);
         let (_, function) =
             function.ok_or_else(|| self.device.broken(format!("no kernel {}", place.variant.name())))?;
@@ -401,7 +402,7 @@ impl AttentionOps {
         (kind, place): (&LayerKind, PrefillPlace),
         pool: LayerPool<'_>,
     ) -> Result<(), BackendError> {
-        let Heads { num_heads, num_kv_heads, head_dim } = kind.heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = kind.heads;
         let function = self.prefill.iter().find(|(variant, _)| *variant == kind.prefill);
         let (_, function) = function.ok_or_else(|| self.device.broken(format!("no kernel {}", kind.prefill.name())))?;
         let launch = kind.prefill.launch(place.num_work, word(self.device.num_multiprocessors()));

@@ -57,6 +57,7 @@ impl Bench {
         AttentionParams {
             num_heads,
             num_kv_heads,
+            num_kv_heads_max: num_kv_heads,
             head_dim,
             scale,
             window: None,

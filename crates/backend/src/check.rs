@@ -60,6 +60,9 @@ pub fn ensure_attention(
             format!("{num_kv_heads} of {head_dim}"),
         )
     })?;
+    ensure(op, num_kv_heads <= params.num_kv_heads_max, || {
+        (format!("at most {} KV heads on a rank", params.num_kv_heads_max), num_kv_heads.to_string())
+    })?;
     ensure(op, layer_in_group < spec.layers_per_group, || {
         (format!("a pool tensor below {}", spec.layers_per_group), layer_in_group.to_string())
     })?;

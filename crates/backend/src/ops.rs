@@ -239,6 +239,9 @@ pub struct AttentionParams {
     pub num_heads: usize,
     /// KV heads on this rank; divides `num_heads`.
     pub num_kv_heads: usize,
+    /// KV heads on the rank that has most of those that run this layer together. Where a device chooses a kernel by
+    /// heads, it may choose by these, so that all ranks choose alike.
+    pub num_kv_heads_max: usize,
     /// Elements of a head.
     pub head_dim: usize,
     /// Multiplies q·k.

@@ -51,6 +51,7 @@ impl Shape {
         AttentionParams {
             num_heads: self.heads,
             num_kv_heads: self.kv_heads,
+            num_kv_heads_max: self.kv_heads,
             head_dim: self.head_dim,
             scale: 1.0 / (self.head_dim as f32).sqrt(),
             window: self.window,

@@ -176,6 +176,7 @@ fn attended(backend: &CpuBackend, shape: Heads, tokens: usize, chunk: usize, op:
     let params = AttentionParams {
         num_heads: heads,
         num_kv_heads: kv_heads,
+        num_kv_heads_max: kv_heads,
         head_dim,
         scale: 0.125,
         window: None,
@@ -268,6 +269,7 @@ fn rope_kv_write_refuses_wrong_shapes() {
         let params = AttentionParams {
             num_heads: 2,
             num_kv_heads: 1,
+            num_kv_heads_max: 1,
             head_dim: 32,
             scale: 1.0,
             window: None,

@@ -60,6 +60,11 @@ impl Shard {
         Ok(HeadShard { heads: self.share(num_heads), kv_heads: kv_head..kv_head + 1 })
     }
 
+    /// KV heads of the rank that has most.
+    pub(crate) fn most_kv_heads(self, num_kv_heads: usize) -> usize {
+        num_kv_heads.div_ceil(self.world_size)
+    }
+
     /// Cuts `len` features into contiguous ranges whose borders are multiples of `granule` (the
     /// quantisation block of the weight that is cut by columns). Ranks differ by at most one granule.
     pub(crate) fn features(self, len: usize, granule: usize) -> Result<Range<usize>, ShardError> {
@@ -150,6 +155,8 @@ mod tests {
                 ranks(world_size).map(|shard| shard.heads(num_heads, num_kv_heads).expect("divides")).collect();
             let counts = || cuts.iter().map(|cut| cut.kv_heads.len());
             assert!(counts().max() <= counts().min().map(|least| least + 1), "{cuts:?}");
+            let most = Shard { rank: 0, world_size }.most_kv_heads(num_kv_heads);
+            assert_eq!(counts().max(), Some(most), "{cuts:?}");
             assert!(counts().sum::<usize>() == num_kv_heads.max(world_size), "{cuts:?}");
             for cut in cuts {
                 assert_eq!(cut.heads.start, next_head, "heads are disjoint and in order");

@@ -22,6 +22,8 @@ pub(crate) struct Heads {
     pub(crate) num_heads: u32,
     /// K; divides H.
     pub(crate) num_kv_heads: u32,
+    /// K of the rank that has most.
+    pub(crate) num_kv_heads_max: u32,
     /// E.
     pub(crate) head_dim: u32,
 }
@@ -30,6 +32,13 @@ impl Heads {
     /// Without their size.
     pub(crate) fn counts(&self) -> HeadCounts {
         HeadCounts { query: self.num_heads, kv: self.num_kv_heads }
+    }
+
+    /// Those of the rank that has most. Decode forms are chosen by these: a form is part of what makes two steps one
+    /// record, and ranks must record and replay the same steps, since NCCL wants a sum recorded on all ranks or none.
+    fn chosen_by(&self) -> HeadCounts {
+        let group = self.num_heads / self.num_kv_heads;
+        HeadCounts { query: self.num_kv_heads_max * group, kv: self.num_kv_heads_max }
     }
 }
 
@@ -59,7 +68,7 @@ impl LayerKind {
         block_size: u32,
         hopper: bool,
     ) -> Option<Self> {
-        let Heads { num_heads, num_kv_heads, head_dim } = heads;
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = heads;
         if !supports_block_size(block_size) {
             return None;
         }
@@ -77,7 +86,7 @@ impl LayerKind {
 
     /// The most slots that a decode plan has for any sequences.
     pub(crate) fn max_decode_slots(&self, num_sms: u32) -> u32 {
-        self.decode.map_or(0, |shape| shape.max_slots(self.heads.counts(), num_sms))
+        self.decode.map_or(0, |shape| shape.max_slots(self.heads.chosen_by(), num_sms))
     }
 }
 
@@ -191,7 +200,7 @@ impl LayerPlan {
 
     fn make_decode(&mut self, shape: DecodeShape) {
         let LayerKind { window, heads, .. } = self.kind;
-        let (variant, units) = shape.choose(&self.decode_seqs, window, heads.counts(), self.num_sms);
+        let (variant, units) = shape.choose(&self.decode_seqs, window, heads.chosen_by(), self.num_sms);
         self.decode_form = Some((variant, units));
         self.decode.make(&self.decode_seqs, window, variant, units);
         self.decode_words.extend_from_slice(&self.decode.piece_start);
@@ -260,7 +269,7 @@ impl LayerPlan {
 mod tests {
     use super::*;
 
-    const HEADS: Heads = Heads { num_heads: 32, num_kv_heads: 8, head_dim: 128 };
+    const HEADS: Heads = Heads { num_heads: 32, num_kv_heads: 8, num_kv_heads_max: 8, head_dim: 128 };
 
     fn kind(window: Option<u32>, hopper: bool) -> LayerKind {
         LayerKind::select(0, window, HEADS, Half::Bf16, 16, hopper).unwrap()
@@ -305,6 +314,28 @@ mod tests {
         assert!(short.iter().all(|other| *other == short[0]));
         assert_eq!((short[0].0.pieces, short[0].0.units, short[0].1), (1016, 3, 4 + (3 + 3) * 8));
         assert_ne!(long[0].0.variant, short[0].0.variant);
+    }
+
+    /// Of three KV heads the first of two ranks has two.
+    #[test]
+    fn ranks_of_unlike_numbers_of_heads_choose_alike() {
+        let plan = |num_kv_heads, num_kv_heads_max| {
+            let heads = Heads { num_heads: 3 * num_kv_heads, num_kv_heads, num_kv_heads_max, head_dim: 64 };
+            LayerPlan::new(LayerKind::select(0, None, heads, Half::Bf16, 16, true).unwrap(), 132)
+        };
+        let (mut first, mut second, mut alone) = (plan(2, 2), plan(1, 2), plan(1, 1));
+        let mut differed = 0;
+        for (num_seqs, len) in (1..=256).flat_map(|num_seqs| [17, 600, 1500, 3000].map(|len| (num_seqs, len))) {
+            let step = layout(&vec![(1, len); num_seqs]);
+            let starts: Vec<u32> = (0..num_seqs as u32).collect();
+            for plan in [&mut first, &mut second, &mut alone] {
+                plan.make(&step, &starts);
+            }
+            assert_eq!(first.decode_variant(), second.decode_variant(), "{num_seqs} sequences of {len}");
+            assert_eq!(first.decode_words(), second.decode_words(), "{num_seqs} sequences of {len}");
+            differed += usize::from(second.decode_variant() != alone.decode_variant());
+        }
+        assert!(differed > 100, "by its own heads the second rank would choose others");
     }
 
     #[test]

@@ -43,11 +43,9 @@ impl PagedAttention {
     /// Attention of this rank's heads; `scale` multiplies q·k.
     pub(crate) fn load(layer: &LayerReader<'_>, scale: f32) -> Result<Self, ModelError> {
         let spec = layer.spec;
-        let heads = layer
-            .weights
-            .shard()
-            .heads(spec.num_heads, spec.num_kv_heads)
-            .map_err(|error| layer.weights.uncut(layer.module("self_attn.q_proj"), &error))?;
+        let shard = layer.weights.shard();
+        let uncut = |error| layer.weights.uncut(layer.module("self_attn.q_proj"), &error);
+        let heads = shard.heads(spec.num_heads, spec.num_kv_heads).map_err(uncut)?;
         let window = match layer.kind() {
             KvKind::Full => None,
             KvKind::SlidingWindow { window } => Some(window),
@@ -56,6 +54,7 @@ impl PagedAttention {
             params: AttentionParams {
                 num_heads: heads.heads.len(),
                 num_kv_heads: heads.kv_heads.len(),
+                num_kv_heads_max: shard.most_kv_heads(spec.num_kv_heads),
                 head_dim: spec.head_dim,
                 scale,
                 window,

@@ -165,6 +165,7 @@ fn params(spec: &ModelSpec, layer: usize) -> AttentionParams {
     AttentionParams {
         num_heads: spec.num_heads,
         num_kv_heads: spec.num_kv_heads,
+        num_kv_heads_max: spec.num_kv_heads,
         head_dim: spec.head_dim,
         scale,
         window: None,
