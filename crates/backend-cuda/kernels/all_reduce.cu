@@ -24,6 +24,9 @@ constexpr int PACK = 4;                    // elements that a thread moves at a 
 constexpr int PACKS_PER_THREAD = 4;        // at most, with MAX_THREADS
 constexpr uint32_t MAX_THREADS = 512;
 constexpr uint32_t POLLS_BETWEEN_LOOKS = 1024;
+// From so many elements on, those that wait look less often: reads of lines that a peer is writing hold the writes up.
+constexpr uint32_t CROWD = 32768;
+constexpr uint32_t CROWD_PAUSE_NS = 200;
 static_assert(PACKS_PER_THREAD * MAX_THREADS == MAX_PACKS, "a block's threads hold all of its packs");
 
 // Two words: data in the lower halves, the call's number in the upper ones.
@@ -70,6 +73,7 @@ __device__ __forceinline__ Line await_line(const Line* from, uint32_t call, cons
     for (uint32_t polls = 1;; ++polls) {
         const Line line = read_line(from);
         if (uint32_t(line.a >> 32) == call && uint32_t(line.b >> 32) == call) return line;
+        if (args.count >= CROWD) __nanosleep(CROWD_PAUSE_NS);
         if (polls % POLLS_BETWEEN_LOOKS != 0) continue;
         if (*static_cast<const volatile uint32_t*>(args.halt) != 0) return line;
         const uint64_t now = now_ns();
