@@ -6,13 +6,14 @@ use crate::executor::StartedRequest;
 use crate::handle::EngineStatus;
 use crate::pipeline::PipelineExecutor;
 use crate::request::LiveRequest;
+use crate::requests::LiveRequests;
 use crate::{
     EngineError, EngineEvent, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator,
 };
 use pagemill_scheduler::{
     DynamicBatchScheduler, Event, PagedKvCache, RequestId, RequestSpec, SequenceId, StepPlan, Time,
 };
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// The engine. Owned by one thread; generic so that the simulator can drive it with a fake executor.
@@ -21,7 +22,7 @@ pub struct InferenceEngine<E: Executor = PipelineExecutor> {
     kv_cache: PagedKvCache,                 // which block holds which tokens
     executor: E,                            // runs a plan on every rank
     memory_manager: UnifiedMemoryAllocator, // owns every device byte
-    requests: BTreeMap<RequestId, LiveRequest>,
+    requests: LiveRequests,
     next_id: u64,
     /// What the executor hears with the next plan.
     ended: Vec<RequestId>,
@@ -68,7 +69,7 @@ impl<E: Executor> InferenceEngine<E> {
             kv_cache,
             executor,
             memory_manager,
-            requests: BTreeMap::new(),
+            requests: LiveRequests::default(),
             next_id: 1,
             ended: Vec::new(),
             ended_sequences: Vec::new(),
@@ -109,14 +110,14 @@ impl<E: Executor> InferenceEngine<E> {
         self.scheduler.submit(spec, &self.kv_cache)?;
         self.next_id += 1;
         let live = LiveRequest::new(prompt, Arc::new(request.sampling), request.n, request.sink);
-        self.requests.insert(id, live);
+        self.requests.push(id, live);
         Ok(id)
     }
 
     /// Ends a request and frees its blocks (when no step in flight reads them). Its sink hears nothing
     /// more. Unknown ids are ignored: it may just have ended.
     pub fn abort(&mut self, id: RequestId) {
-        if let Some(request) = self.requests.remove(&id) {
+        if let Some(request) = self.requests.remove(id) {
             self.scheduler.abort(id, &mut self.kv_cache);
             self.checks.due = true;
             if request.started {
@@ -128,7 +129,7 @@ impl<E: Executor> InferenceEngine<E> {
     /// Ends one choice: the server found its stop string. No event comes for it any more. Before the
     /// request's first token its choices are still one, so this ends all of them.
     pub fn finish_sequence(&mut self, id: SequenceId) {
-        let Some(request) = self.requests.get_mut(&id.request) else {
+        let Some(request) = self.requests.get_mut(id.request) else {
             return;
         };
         if !request.end_choice(id.choice) {
@@ -171,6 +172,9 @@ impl<E: Executor> InferenceEngine<E> {
         let output = self.executor.collect()?;
         self.in_flight -= 1;
         let collected_ns = clock.now_ns();
+        if let Some(plan) = self.executor.take_spent_plan() {
+            self.scheduler.reuse(plan);
+        }
         let events = self.scheduler.apply(&mut self.kv_cache, output, now);
         let applied_ns = clock.now_ns();
         self.checks.due = true;
@@ -205,7 +209,7 @@ impl<E: Executor> InferenceEngine<E> {
         let mut started = Vec::new();
         for sequence in &plan.sequences {
             let id = sequence.id.request;
-            let request = self.requests.get_mut(&id).ok_or_else(|| {
+            let request = self.requests.get_mut(id).ok_or_else(|| {
                 EngineError::Internal(format!("step {} plans request {}, which is not live", plan.step, id.0))
             })?;
             if !std::mem::replace(&mut request.started, true) {
@@ -228,7 +232,7 @@ impl<E: Executor> InferenceEngine<E> {
     /// Aborts requests whose listeners are gone.
     fn reap_closed(&mut self) {
         let closed: Vec<RequestId> =
-            self.requests.iter().filter(|(_, request)| request.sink.is_closed()).map(|(&id, _)| id).collect();
+            self.requests.iter().filter(|(_, request)| request.sink.is_closed()).map(|(id, _)| id).collect();
         self.abort_unheard(closed);
     }
 
@@ -248,7 +252,7 @@ impl<E: Executor> InferenceEngine<E> {
                 Event::Token { id, .. } | Event::PromptLogprobs { id, .. } => (*id, false),
                 Event::Finished { id, .. } => (*id, true),
             };
-            let request = self.requests.get_mut(&id.request).ok_or_else(|| {
+            let request = self.requests.get_mut(id.request).ok_or_else(|| {
                 EngineError::Internal(format!("an event names request {}, which is not live", id.request.0))
             })?;
             if matches!(event, Event::Token { .. })
@@ -265,7 +269,7 @@ impl<E: Executor> InferenceEngine<E> {
                 if request.is_live() {
                     self.ended_sequences.push(id);
                 } else {
-                    self.requests.remove(&id.request);
+                    self.requests.remove(id.request);
                     unheard.remove(&id.request);
                     self.ended.push(id.request);
                 }
@@ -285,7 +289,7 @@ impl<E: Executor> InferenceEngine<E> {
 
     /// Tells every live request that it ends because of us, and forgets it. For an engine that stops.
     pub fn fail_all(&mut self, message: &str) {
-        for (_, mut request) in std::mem::take(&mut self.requests) {
+        for mut request in std::mem::take(&mut self.requests).into_requests() {
             // A listener that is gone needs no message.
             let _ = request.sink.send(EngineEvent::Failed { message: message.to_owned() });
         }

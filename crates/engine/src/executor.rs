@@ -89,6 +89,11 @@ pub trait Executor: Send {
     /// As `submit`.
     fn collect(&mut self) -> Result<StepOutput, EngineError>;
 
+    /// The plan of the step collected last, once, if nothing holds it any more: the next one is made in its memory.
+    fn take_spent_plan(&mut self) -> Option<StepPlan> {
+        None
+    }
+
     /// Whether all ranks are there; asked now and then while nothing is in flight.
     ///
     /// # Errors

@@ -27,6 +27,7 @@ mod rank_memory;
 mod ranks;
 pub mod remote;
 pub mod request;
+mod requests;
 mod sampler;
 pub mod sampling;
 pub mod sink;

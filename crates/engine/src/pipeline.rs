@@ -11,7 +11,7 @@ use crate::{EngineError, Executor, RankHostTime, StepInput};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Select, Sender, TryRecvError, bounded};
 use pagemill_backend::Collective;
 use pagemill_model::{ParallelMode, Stage};
-use pagemill_scheduler::StepOutput;
+use pagemill_scheduler::{StepOutput, StepPlan};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -58,6 +58,8 @@ pub struct PipelineExecutor {
     max_in_flight: usize,
     /// Oldest first. Kept here so that what a plan holds is freed on this thread, while ranks compute.
     in_flight: VecDeque<Arc<StepInput>>,
+    /// Of the step collected last.
+    spent_plan: Option<StepPlan>,
     /// Since when the oldest one has run.
     running_since: Instant,
     step_times: StepTimes,
@@ -177,6 +179,7 @@ impl PipelineExecutor {
             collective,
             max_in_flight: 1,
             in_flight: VecDeque::new(),
+            spent_plan: None,
             running_since: Instant::now(),
             step_times: StepTimes::new(),
             active_since: None,
@@ -255,6 +258,8 @@ impl Executor for PipelineExecutor {
         let now = Instant::now();
         if let Some(input) = self.in_flight.pop_front() {
             self.step_times.record(input.plan.num_tokens(), now - self.running_since);
+            // Ranks let go of a step before the last of them hands over its output; some may be later.
+            self.spent_plan = Arc::into_inner(input).map(|input| input.plan);
         }
         self.running_since = now;
         if self.in_flight.is_empty()
@@ -263,6 +268,10 @@ impl Executor for PipelineExecutor {
             self.active += since.elapsed();
         }
         Ok(output)
+    }
+
+    fn take_spent_plan(&mut self) -> Option<StepPlan> {
+        self.spent_plan.take()
     }
 
     fn check(&self) -> Result<(), EngineError> {

@@ -72,7 +72,10 @@ struct RowJob {
 
 #[derive(Debug, Default)]
 struct RowResult {
-    drawn: Vec<Drawn>,
+    /// What the first choice of the row draws.
+    first: Option<Drawn>,
+    /// What the others draw, where several choices part at this row.
+    others: Vec<Drawn>,
     prompt: Option<TokenLogprobs>,
 }
 
@@ -415,7 +418,9 @@ impl Worker {
             }
             if job.samples {
                 let choices = plan.sequences[job.sequence_idx].sample.iter().map(|id| id.choice);
-                result.drawn = sample_row(row, request, choices, &mut scratch);
+                let mut drawn = sample_row(row, request, choices, &mut scratch).into_iter();
+                result.first = drawn.next();
+                result.others = drawn.collect();
             }
             self.scratches.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
             // A row is visited once; a second visit would change nothing.
@@ -453,8 +458,10 @@ impl Worker {
             || outcomes.next().ok_or_else(|| EngineError::Internal("the device left a row of logits out".into()));
         let results = tile.iter().map(|job| {
             let prompt = job.prompt_token.map(|_| next().map(prompt_logprobs)).transpose()?;
-            let drawn = choices(job).map(|_| next().map(drawn)).collect::<Result<_, _>>()?;
-            Ok(RowResult { drawn, prompt })
+            let mut choices = choices(job);
+            let first = choices.next().map(|_| next().map(drawn)).transpose()?;
+            let others = choices.map(|_| next().map(drawn)).collect::<Result<_, _>>()?;
+            Ok(RowResult { first, others, prompt })
         });
         results.collect::<Result<_, _>>().map(Some)
     }
@@ -472,7 +479,7 @@ impl Worker {
                 _ => output.prompt_logprobs.push((sequence.id, position, vec![logprobs])),
             }
         }
-        for (&id, drawn) in sequence.sample.iter().zip(result.drawn) {
+        for (&id, drawn) in sequence.sample.iter().zip(result.first.into_iter().chain(result.others)) {
             self.drawn.extend(drawn.token.as_ref().ok().map(|&token| (id, token)));
             output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
         }

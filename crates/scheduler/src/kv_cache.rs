@@ -349,8 +349,20 @@ impl PagedKvCache {
     /// A sequence's tables for a step that ends at `num_tokens` tokens, one for each group. Allocates.
     #[must_use]
     pub fn block_tables(&self, id: SequenceId, num_tokens: usize) -> Vec<Vec<BlockId>> {
+        let mut tables = Vec::new();
+        self.write_block_tables(id, num_tokens, &mut tables);
+        tables
+    }
+
+    /// As [`Self::block_tables`], over `tables` and into their memory.
+    pub(crate) fn write_block_tables(&self, id: SequenceId, num_tokens: usize, tables: &mut Vec<Vec<BlockId>>) {
         let num_blocks = num_tokens.div_ceil(self.config.block_size);
-        self.table(id).groups.iter().map(|group| group.blocks[..num_blocks].to_vec()).collect()
+        let groups = &self.table(id).groups;
+        tables.resize_with(groups.len(), Vec::new);
+        for (table, group) in tables.iter_mut().zip(groups) {
+            table.clear();
+            table.extend_from_slice(&group.blocks[..num_blocks]);
+        }
     }
 
     fn table(&self, id: SequenceId) -> &BlockTable {

@@ -38,6 +38,22 @@ pub struct ScheduledSequence {
     pub num_padding: usize,
 }
 
+impl ScheduledSequence {
+    /// Nothing of a sequence yet.
+    pub(crate) fn empty(id: SequenceId) -> Self {
+        Self {
+            id,
+            token_ids: Vec::new(),
+            drawn_idx: None,
+            start: 0,
+            block_tables: Vec::new(),
+            sample: Vec::new(),
+            prompt_logprobs: false,
+            num_padding: 0,
+        }
+    }
+}
+
 /// What one step computes. Decodes come first, then prompt chunks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct StepPlan {

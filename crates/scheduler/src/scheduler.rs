@@ -15,7 +15,7 @@ mod waiting;
 use std::collections::{HashMap, VecDeque};
 
 use crate::id_hash::HashById;
-use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, SequenceId, StepPlan, Time};
+use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, ScheduledSequence, SequenceId, StepPlan, Time};
 use filler_governor::FillerGovernor;
 use sequence::Sequence;
 use static_batch::StaticBatch;
@@ -105,6 +105,8 @@ pub struct DynamicBatchScheduler {
     blocks_were_short: bool,
     /// Running sequences that end with the plan in flight, whatever it draws; as of the plan being made.
     num_leaving: usize,
+    /// Decodes of plans that are done, as many as a batch holds at most: the next plan is made in their memory.
+    spares: Vec<ScheduledSequence>,
     /// Number of the newest plan.
     step: u64,
     counters: SchedulerStats,
@@ -133,6 +135,7 @@ impl DynamicBatchScheduler {
             static_batch: None,
             blocks_were_short: false,
             num_leaving: 0,
+            spares: Vec::new(),
             step: 0,
             counters: SchedulerStats::default(),
         }
@@ -223,17 +226,18 @@ impl DynamicBatchScheduler {
     /// is not known yet is left out, or under `plan_ahead` planned on it. Outputs are applied in the order
     /// of the plans.
     pub fn schedule(&mut self, kv_cache: &mut PagedKvCache, now: Time) -> StepPlan {
-        let mut step = StepBuilder::default();
         self.time_decode(now);
         if self.must_wait_for_output() {
             return self.empty_plan();
         }
+        let mut step = StepBuilder::with_spares(std::mem::take(&mut self.spares));
         self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
         } else {
             self.fill_static(&mut step, kv_cache, now);
         }
+        self.spares = std::mem::take(&mut step.spares);
         self.counters.peak_running = self.counters.peak_running.max(self.running.len());
         self.counters.padding_tokens += step.num_padding() as u64;
         self.counters.mixed_steps += u64::from(step.is_mixed());
@@ -251,6 +255,13 @@ impl DynamicBatchScheduler {
         self.in_flight.push_back(in_flight);
         self.note_draws(&plan);
         plan
+    }
+
+    /// Takes back a plan that nobody reads any more: with it, steady decoding plans without allocating for a
+    /// sequence. What comes back changes no plan. Prompt chunks, which are long, are let go.
+    pub fn reuse(&mut self, plan: StepPlan) {
+        let room = self.config.max_batch_size.saturating_sub(self.spares.len());
+        self.spares.extend(plan.sequences.into_iter().filter(|sequence| sequence.token_ids.len() == 1).take(room));
     }
 
     fn empty_plan(&self) -> StepPlan {

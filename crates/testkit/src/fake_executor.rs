@@ -53,6 +53,7 @@ struct LiveRequest {
 
 struct InFlight {
     output: StepOutput,
+    plan: StepPlan,
     requests: Vec<RequestId>,
 }
 
@@ -65,6 +66,8 @@ pub struct FakeExecutor {
     touched: Vec<Touch>,
     live: BTreeMap<RequestId, LiveRequest>,
     in_flight: VecDeque<InFlight>,
+    /// Of the step collected last.
+    spent_plan: Option<StepPlan>,
     /// Whether it fills in draws, and then when a step is about to end before its output is there.
     ahead: Option<Draw>,
     /// What the newest plan drew.
@@ -87,6 +90,7 @@ impl FakeExecutor {
             touched: vec![Touch::default(); limits.num_blocks],
             live: BTreeMap::new(),
             in_flight: VecDeque::new(),
+            spent_plan: None,
             ahead: None,
             drawn: Vec::new(),
             num_planned_on_ends: 0,
@@ -373,7 +377,7 @@ impl Executor for FakeExecutor {
         self.judge(&input.plan);
         let output = self.run(&mut input.plan);
         let requests = input.plan.sequences.iter().map(|sequence| sequence.id.request).collect();
-        self.in_flight.push_back(InFlight { output, requests });
+        self.in_flight.push_back(InFlight { output, plan: input.plan, requests });
         Ok(())
     }
 
@@ -384,7 +388,12 @@ impl Executor for FakeExecutor {
         if self.step_fault == Some(StepFault::Collect(step.output.step)) {
             return Err(self.fail_step());
         }
+        self.spent_plan = Some(step.plan);
         Ok(step.output)
+    }
+
+    fn take_spent_plan(&mut self) -> Option<StepPlan> {
+        self.spent_plan.take()
     }
 
     fn max_in_flight(&self) -> usize {

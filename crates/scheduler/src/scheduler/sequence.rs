@@ -120,13 +120,14 @@ impl Sequence {
         num_tokens >= self.prompt_len.saturating_add(self.spec.max_tokens)
     }
 
-    /// Tokens `[num_computed, end)`, with 0 for one that is not known yet; and that one's place among those that
-    /// the plan in flight draws.
-    pub(super) fn tokens_until(&self, end: usize) -> (Vec<u32>, Option<u32>) {
+    /// Tokens `[num_computed, end)` into `tokens`, with 0 for one that is not known yet; and that one's place among
+    /// those that the plan in flight draws.
+    pub(super) fn write_tokens_until(&self, end: usize, tokens: &mut Vec<u32>) -> Option<u32> {
         let known = self.num_computed.min(self.tokens.len())..end.min(self.tokens.len());
-        let mut tokens = self.tokens[known].to_vec();
+        tokens.clear();
+        tokens.extend_from_slice(&self.tokens[known]);
         tokens.resize(end - self.num_computed, 0);
-        (tokens, self.draw.filter(|_| end > self.tokens.len()).map(|draw| draw.idx))
+        self.draw.filter(|_| end > self.tokens.len()).map(|draw| draw.idx)
     }
 
     /// Its prompt is computed and exactly its newest token is not.
@@ -145,14 +146,15 @@ impl Sequence {
         self.logprobs_from >= self.prompt_len
     }
 
-    /// Choices whose next token comes from the logits at `end - 1`.
-    pub(super) fn choices_sampled_at(&self, end: usize) -> Vec<SequenceId> {
+    /// Choices whose next token comes from the logits at `end - 1`, into `choices`.
+    pub(super) fn write_choices_sampled_at(&self, end: usize, choices: &mut Vec<SequenceId>) {
+        choices.clear();
         if end < self.tokens.len() || self.spec.max_tokens == 0 {
-            return Vec::new();
+            return;
         }
         let request = self.id.request;
-        let siblings = (1..=self.num_unforked).map(|choice| SequenceId { request, choice });
-        std::iter::once(self.id).chain(siblings).collect()
+        choices.push(self.id);
+        choices.extend((1..=self.num_unforked).map(|choice| SequenceId { request, choice }));
     }
 
     /// Takes a sampled token; the reason, if it is the last one.

@@ -11,6 +11,8 @@ pub(super) struct StepBuilder {
     pub(super) copies: Vec<BlockCopy>,
     /// Made of fillers only.
     pub(super) is_filler: bool,
+    /// Decodes of plans that are done, whose memory is used again.
+    pub(super) spares: Vec<ScheduledSequence>,
     decodes: Vec<ScheduledSequence>,
     chunks: Vec<ScheduledSequence>,
 }
@@ -51,6 +53,11 @@ impl InFlightStep {
 }
 
 impl StepBuilder {
+    /// An empty plan, made in the memory of `spares` as far as they go.
+    pub(super) fn with_spares(spares: Vec<ScheduledSequence>) -> Self {
+        Self { spares, ..Self::default() }
+    }
+
     /// Schedules the sequence's next `num_tokens` tokens, whose blocks it already holds.
     pub(super) fn push(
         &mut self,
@@ -60,17 +67,14 @@ impl StepBuilder {
         kv_cache: &PagedKvCache,
     ) {
         let (start, end) = (sequence.num_computed, sequence.num_computed + num_tokens);
-        let (token_ids, drawn_idx) = sequence.tokens_until(end);
-        let scheduled = ScheduledSequence {
-            id: sequence.id,
-            token_ids,
-            drawn_idx,
-            start,
-            block_tables: kv_cache.block_tables(sequence.id, end),
-            sample: sequence.choices_sampled_at(end),
-            prompt_logprobs: sequence.wants_prompt_logprobs(end),
-            num_padding,
-        };
+        let mut scheduled = self.spares.pop().unwrap_or_else(|| ScheduledSequence::empty(sequence.id));
+        scheduled.id = sequence.id;
+        scheduled.drawn_idx = sequence.write_tokens_until(end, &mut scheduled.token_ids);
+        scheduled.start = start;
+        kv_cache.write_block_tables(sequence.id, end, &mut scheduled.block_tables);
+        sequence.write_choices_sampled_at(end, &mut scheduled.sample);
+        scheduled.prompt_logprobs = sequence.wants_prompt_logprobs(end);
+        scheduled.num_padding = num_padding;
         let is_decode = sequence.is_decode();
         sequence.num_computed = end;
         sequence.num_in_flight += 1;

@@ -265,6 +265,7 @@ impl House {
     pub fn apply(&mut self) -> Vec<Event> {
         let plan = self.in_flight.pop_front().expect("a step in flight");
         let output = self.memory.run(&plan);
+        self.scheduler.reuse(plan);
         self.apply_output(output)
     }
 

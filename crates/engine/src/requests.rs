@@ -1,0 +1,92 @@
+//! The engine's table of live requests, in the order of their ids. Knows nothing of what a request is.
+
+use crate::request::LiveRequest;
+use pagemill_scheduler::RequestId;
+
+/// Live requests by id. Ids only grow, so a request is appended; plans and events name requests mostly in ascending
+/// order, so a look-up begins behind the last one.
+#[derive(Default)]
+pub(crate) struct LiveRequests {
+    /// Ascending. Small entries: a search touches few cache lines.
+    ids: Vec<RequestId>,
+    /// Aligned with `ids`.
+    requests: Vec<Box<LiveRequest>>,
+    /// Behind the one looked up last.
+    next: usize,
+}
+
+impl LiveRequests {
+    /// Adds a request whose id is larger than any before.
+    pub(crate) fn push(&mut self, id: RequestId, request: LiveRequest) {
+        assert!(self.ids.last().is_none_or(|last| *last < id), "{id:?} is not the newest request");
+        self.ids.push(id);
+        self.requests.push(Box::new(request));
+    }
+
+    /// A live request.
+    pub(crate) fn get_mut(&mut self, id: RequestId) -> Option<&mut LiveRequest> {
+        let at = self.find(id)?;
+        self.next = at + 1;
+        self.requests.get_mut(at).map(Box::as_mut)
+    }
+
+    /// Forgets a request; cost: the number of live ones.
+    pub(crate) fn remove(&mut self, id: RequestId) -> Option<LiveRequest> {
+        let at = self.find(id)?;
+        self.next = at;
+        self.ids.remove(at);
+        Some(*self.requests.remove(at))
+    }
+
+    /// All, in order.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &LiveRequest)> {
+        self.ids.iter().copied().zip(self.requests.iter().map(Box::as_ref))
+    }
+
+    /// All, in order.
+    pub(crate) fn into_requests(self) -> impl Iterator<Item = LiveRequest> {
+        self.requests.into_iter().map(|request| *request)
+    }
+
+    fn find(&self, id: RequestId) -> Option<usize> {
+        let is_next = self.ids.get(self.next) == Some(&id);
+        if is_next { Some(self.next) } else { self.ids.binary_search(&id).ok() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{ChannelSink, SamplingParams};
+    use std::sync::Arc;
+
+    /// A request whose prompt has as many tokens as its id says.
+    fn request(id: u64) -> LiveRequest {
+        let (sink, _) = ChannelSink::new(1);
+        let prompt: Vec<u32> = vec![0; usize::try_from(id).unwrap_or(0)];
+        LiveRequest::new(prompt.into(), Arc::new(SamplingParams::default()), 1, Box::new(sink))
+    }
+
+    fn prompt_len(requests: &mut LiveRequests, id: u64) -> Option<usize> {
+        requests.get_mut(RequestId(id)).map(|request| request.prompt.len())
+    }
+
+    #[test]
+    fn finds_requests_in_any_order_while_others_end() {
+        let mut requests = LiveRequests::default();
+        for id in [2, 3, 5, 8] {
+            requests.push(RequestId(id), request(id));
+        }
+        for id in [2, 3, 5, 8, 8, 3, 2] {
+            assert_eq!(prompt_len(&mut requests, id), Some(usize::try_from(id).unwrap_or(0)));
+        }
+        assert_eq!(requests.remove(RequestId(3)).map(|request| request.prompt.len()), Some(3));
+        assert!(requests.remove(RequestId(3)).is_none());
+        for (id, expected) in [(5, Some(5)), (3, None), (8, Some(8)), (9, None), (2, Some(2)), (1, None)] {
+            assert_eq!(prompt_len(&mut requests, id), expected);
+        }
+        let ids: Vec<u64> = requests.iter().map(|(id, _)| id.0).collect();
+        assert_eq!(ids, [2, 5, 8]);
+        assert_eq!(requests.into_requests().map(|request| request.prompt.len()).collect::<Vec<_>>(), [2, 5, 8]);
+    }
+}
