@@ -10,21 +10,56 @@
 use crate::EngineError;
 use crate::draws::Draws;
 use pagemill_backend::BatchLayout;
-use pagemill_scheduler::{BlockId, ScheduledSequence};
+use pagemill_scheduler::{BlockId, ScheduledSequence, StepPlan};
+
+/// What packing needs to know of a rank's pool; the same on all ranks.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Packing {
+    /// Cache groups.
+    pub(crate) num_groups: usize,
+    /// Tokens in a block.
+    pub(crate) block_size: usize,
+}
 
 /// The batch being packed, with its token ids.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct BatchBuilder {
     /// `[T]`, aligned with `layout.positions`.
     pub(crate) token_ids: Vec<u32>,
     /// The rest of the batch.
     pub(crate) layout: BatchLayout,
+    /// Tokens that the step before draws, as (place among `token_ids`, place among its draws): 0 stands for them
+    /// until [`Self::fill_in`].
+    awaited: Vec<(usize, u32)>,
 }
 
 impl BatchBuilder {
+    /// Packs all of a plan's sequences, over what was packed before.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn pack(&mut self, plan: &StepPlan, packing: Packing) -> Result<(), EngineError> {
+        self.clear(packing.num_groups);
+        plan.sequences.iter().try_for_each(|sequence| self.push(sequence, packing.block_size))
+    }
+
+    /// Puts the tokens that the step before drew in their places.
+    ///
+    /// # Errors
+    /// [`EngineError::Internal`] when one is not known.
+    pub(crate) fn fill_in(&mut self, draws: &Draws) -> Result<(), EngineError> {
+        for (at, idx) in self.awaited.drain(..) {
+            self.token_ids[at] = draws.token(idx).ok_or_else(|| {
+                EngineError::Internal(format!("token {at} of the batch: draw {idx} of the step before is unknown"))
+            })?;
+        }
+        Ok(())
+    }
+
     /// Empties the batch, keeping its vectors.
     pub(crate) fn clear(&mut self, num_groups: usize) {
         self.token_ids.clear();
+        self.awaited.clear();
         let layout = &mut self.layout;
         layout.query_start.clear();
         layout.query_start.push(0);
@@ -44,17 +79,12 @@ impl BatchBuilder {
         self.token_ids.len()
     }
 
-    /// Packs a sequence's tokens, one that the step before drew among them.
+    /// Packs a sequence's tokens; one that the step before draws is to be filled in.
     ///
     /// # Errors
     /// [`EngineError::Internal`] when the plan contradicts itself: wrong number of tables, a table that
-    /// does not cover its tokens, a draw that is not known, sizes beyond u32.
-    pub(crate) fn push(
-        &mut self,
-        sequence: &ScheduledSequence,
-        block_size: usize,
-        draws: &Draws,
-    ) -> Result<(), EngineError> {
+    /// does not cover its tokens, sizes beyond u32.
+    pub(crate) fn push(&mut self, sequence: &ScheduledSequence, block_size: usize) -> Result<(), EngineError> {
         let len = sequence.token_ids.len();
         if sequence.block_tables.len() != self.layout.groups.len() || len == 0 {
             return Err(EngineError::Internal(format!(
@@ -65,11 +95,7 @@ impl BatchBuilder {
             )));
         }
         self.token_ids.extend_from_slice(&sequence.token_ids);
-        if let (Some(idx), Some(last)) = (sequence.drawn_idx, self.token_ids.last_mut()) {
-            *last = draws.token(idx).ok_or_else(|| {
-                EngineError::Internal(format!("plan of {:?}: draw {idx} of the step before is unknown", sequence.id))
-            })?;
-        }
+        self.awaited.extend(sequence.drawn_idx.map(|idx| (self.token_ids.len() - 1, idx)));
         for (group_idx, table) in sequence.block_tables.iter().enumerate() {
             self.push_table(group_idx, table, sequence.start, len, block_size).map_err(|detail| {
                 EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
@@ -129,7 +155,7 @@ fn to_u32(value: usize) -> Result<u32, EngineError> {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use pagemill_scheduler::{RequestId, SequenceId};
+    use pagemill_scheduler::{RequestId, SampledToken, SequenceId, StepOutput};
 
     fn sequence(start: usize, tokens: &[u32], tables: &[&[u32]]) -> ScheduledSequence {
         ScheduledSequence {
@@ -149,10 +175,10 @@ mod tests {
         let mut batch = BatchBuilder::default();
         for _ in 0..2 {
             batch.clear(2);
-            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16, &Draws::default()).unwrap_err();
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[u32::MAX - 1, 3]]), 16).unwrap_err();
             batch.clear(2);
-            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16, &Draws::default()).unwrap();
-            batch.push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16, &Draws::default()).unwrap();
+            batch.push(&sequence(15, &[7, 8, 9], &[&[4, 2], &[5, 3]]), 16).unwrap();
+            batch.push(&sequence(33, &[6], &[&[9, 8, 1], &[u32::MAX, 7, 0]]), 16).unwrap();
             batch.push_padding(11, 2, 16).unwrap();
         }
         assert_eq!(batch.token_ids, [7, 8, 9, 6, 0, 0]);
@@ -167,6 +193,26 @@ mod tests {
     }
 
     #[test]
+    fn draws_are_filled_in_where_they_are_awaited() {
+        let awaiting = |start, tokens: &[u32], idx| ScheduledSequence {
+            drawn_idx: Some(idx),
+            ..sequence(start, tokens, &[&[1, 2]])
+        };
+        let sequences = vec![awaiting(9, &[0], 1), sequence(3, &[7], &[&[5]]), awaiting(16, &[8, 0], 0)];
+        let plan = StepPlan { step: 1, block_copies: Vec::new(), sequences };
+        let mut batch = BatchBuilder::default();
+        batch.pack(&plan, Packing { num_groups: 1, block_size: 16 }).unwrap();
+        assert_eq!(batch.token_ids, [0, 7, 8, 0]);
+        let error = batch.clone().fill_in(&Draws::default()).unwrap_err().to_string();
+        assert!(error.contains("token 0 of the batch: draw 1"), "{error}");
+        let mut draws = Draws::default();
+        let drawn = [41, 42].map(|token| SampledToken { id: plan.sequences[0].id, token: Ok(token), logprobs: None });
+        draws.end_step(&StepOutput { sampled: drawn.to_vec(), ..StepOutput::default() });
+        batch.fill_in(&draws).unwrap();
+        assert_eq!(batch.token_ids, [42, 7, 8, 41]);
+    }
+
+    #[test]
     fn refuses_plans_that_contradict_themselves() {
         for (bad, what) in [
             (sequence(0, &[1], &[]), "0 block tables"),
@@ -177,7 +223,7 @@ mod tests {
         ] {
             let mut batch = BatchBuilder::default();
             batch.clear(1);
-            let error = batch.push(&bad, 16, &Draws::default()).unwrap_err().to_string();
+            let error = batch.push(&bad, 16).unwrap_err().to_string();
             assert!(error.contains(what), "{error}");
         }
     }

@@ -114,7 +114,7 @@ impl SettledRank {
     /// # Errors
     /// The device or another rank failed, or this one panicked: it must stop.
     pub fn run(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
-        run_caught(&mut self.0.worker, input)
+        run_caught(&mut self.0.worker, input, None)
     }
 
     /// Reads its counters from other threads.

@@ -4,6 +4,7 @@
 
 use crate::draws::join_draws;
 use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
+use crate::layout::{BatchBuilder, Packing};
 use crate::remote::{OutputSender, RemoteRanks};
 use crate::step_times::StepTimes;
 use crate::worker::Worker;
@@ -47,6 +48,9 @@ const LAST_OUTPUTS: Duration = Duration::from_secs(2);
 pub struct PipelineExecutor {
     /// Stage by stage.
     ranks: Vec<RankThread>,
+    packing: Packing,
+    /// Nanoseconds spent on packing batches here.
+    packing_ns: u64,
     /// Plans for the ranks of other processes.
     remote_inputs: Option<Sender<Arc<StepInput>>>,
     /// From the last stage's first rank.
@@ -70,6 +74,13 @@ pub struct PipelineExecutor {
     watch: Watch,
 }
 
+/// The executor's ends of the ways to the ranks and back.
+struct Channels {
+    remote_inputs: Option<Sender<Arc<StepInput>>>,
+    outputs: Receiver<Result<StepOutput, EngineError>>,
+    failure: Arc<OnceLock<String>>,
+}
+
 /// When the engine looks for a step's output instead of sleeping until it is woken, which takes tens of
 /// microseconds. Where ranks compute on the host's cores, never: they need them.
 struct Watch {
@@ -78,11 +89,18 @@ struct Watch {
     expected: Duration,
 }
 
+/// A step on its way to a rank of this process. Where steps are planned ahead its batch is packed on the engine's
+/// thread, while the step before runs: all that is left to do between the two is to fill in the draws.
+struct RankStep {
+    input: Arc<StepInput>,
+    packed: Option<BatchBuilder>,
+}
+
 /// A worker's own thread, or what is known of a rank elsewhere. A thread ends when its input closes, at its
 /// first error, and at a panic.
 struct RankThread {
     /// `None` for a rank of another process, and while dropping.
-    inputs: Option<Sender<Arc<StepInput>>>,
+    inputs: Option<Sender<RankStep>>,
     thread: Option<JoinHandle<()>>,
     meter: Arc<RankMeter>,
     stage: usize,
@@ -110,7 +128,7 @@ struct RankLoop {
     worker: Worker,
     /// `stage 1, rank 0`.
     name: String,
-    inputs: Receiver<Arc<StepInput>>,
+    inputs: Receiver<RankStep>,
     /// On the last stage's first rank.
     outputs: Option<OutputSender>,
     failure: Arc<OnceLock<String>>,
@@ -125,8 +143,8 @@ impl PipelineExecutor {
     /// The system gave no thread, or there is no worker.
     pub(crate) fn start(mut workers: Vec<Worker>) -> Result<Self, EngineError> {
         join_draws(&mut workers);
-        let collective = workers.first().map(Worker::collective);
-        let collective = collective.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
+        let first = workers.first().map(|worker| (worker.collective(), worker.packing()));
+        let (collective, packing) = first.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
         let may_spin = workers.iter().all(|worker| !worker.shares_cores());
@@ -135,7 +153,8 @@ impl PipelineExecutor {
             .enumerate()
             .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
             .collect::<Result<_, _>>()?;
-        Ok(Self::over(ranks, None, outputs, failure, collective, may_spin))
+        let channels = Channels { remote_inputs: None, outputs, failure };
+        Ok(Self::over(ranks, packing, channels, collective, may_spin))
     }
 
     /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
@@ -153,26 +172,29 @@ impl PipelineExecutor {
             let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
             return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
         }
-        let (collective, may_spin) = (worker.collective(), !worker.shares_cores());
+        let (collective, packing, may_spin) = (worker.collective(), worker.packing(), !worker.shares_cores());
         let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
         ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
             let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
             let num_layers = stages[stage].layers.len();
             RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
         }));
-        Ok(Self::over(ranks, Some(inputs), outputs, failure, collective, may_spin))
+        let channels = Channels { remote_inputs: Some(inputs), outputs, failure };
+        Ok(Self::over(ranks, packing, channels, collective, may_spin))
     }
 
     fn over(
         ranks: Vec<RankThread>,
-        remote_inputs: Option<Sender<Arc<StepInput>>>,
-        outputs: Receiver<Result<StepOutput, EngineError>>,
-        failure: Arc<OnceLock<String>>,
+        packing: Packing,
+        channels: Channels,
         collective: Arc<dyn Collective>,
         may_spin: bool,
     ) -> Self {
+        let Channels { remote_inputs, outputs, failure } = channels;
         Self {
             ranks,
+            packing,
+            packing_ns: 0,
             remote_inputs,
             outputs,
             failure,
@@ -220,6 +242,18 @@ impl PipelineExecutor {
         }
     }
 
+    /// The step's batch, where steps are planned ahead.
+    fn packed_ahead(&mut self, input: &StepInput) -> Result<Option<BatchBuilder>, EngineError> {
+        if !self.fills_in_draws() {
+            return Ok(None);
+        }
+        let started = Instant::now();
+        let mut batch = BatchBuilder::default();
+        batch.pack(&input.plan, self.packing)?;
+        self.packing_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        Ok(Some(batch))
+    }
+
     fn lost_rank(&self) -> EngineError {
         EngineError::Internal(self.failure.get().cloned().unwrap_or_else(|| "a rank's thread is gone".into()))
     }
@@ -228,10 +262,18 @@ impl PipelineExecutor {
 impl Executor for PipelineExecutor {
     fn submit(&mut self, input: StepInput) -> Result<(), EngineError> {
         let input = Arc::new(input);
+        let mut packed = self.packed_ahead(&input)?;
+        let failed = || self.failure.get().is_some();
         // Those that are farther away first.
-        let channels = self.remote_inputs.iter().chain(self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()));
-        for inputs in channels {
-            if self.failure.get().is_some() || inputs.send(Arc::clone(&input)).is_err() {
+        if let Some(inputs) = &self.remote_inputs
+            && (failed() || inputs.send(Arc::clone(&input)).is_err())
+        {
+            return Err(self.lost_rank());
+        }
+        let mut channels = self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()).peekable();
+        while let Some(inputs) = channels.next() {
+            let packed = if channels.peek().is_some() { packed.clone() } else { packed.take() };
+            if failed() || inputs.send(RankStep { input: Arc::clone(&input), packed }).is_err() {
                 return Err(self.lost_rank());
             }
         }
@@ -298,7 +340,7 @@ impl Executor for PipelineExecutor {
 
     fn rank_host_time(&self) -> RankHostTime {
         self.ranks.first().map_or_else(RankHostTime::default, |rank| RankHostTime {
-            layout_ns: rank.meter.layout_ns.load(Ordering::Relaxed),
+            layout_ns: rank.meter.layout_ns.load(Ordering::Relaxed) + self.packing_ns,
             exposed_ns: rank.meter.exposed_ns.load(Ordering::Relaxed),
         })
     }
@@ -402,7 +444,7 @@ impl RankThread {
 
 impl RankLoop {
     /// `None`: there is no more.
-    fn next_input(&self) -> Option<Arc<StepInput>> {
+    fn next_input(&self) -> Option<RankStep> {
         if self.may_spin
             && let Some(found) = watch_for(&self.inputs, WATCH_FOR_INPUT)
         {
@@ -412,9 +454,9 @@ impl RankLoop {
     }
 
     fn run(mut self) {
-        while let Some(input) = self.next_input() {
+        while let Some(RankStep { input, packed }) = self.next_input() {
             // The worker is not used again after a panic, so a half-changed one is never seen.
-            let result = run_caught(&mut self.worker, &input);
+            let result = run_caught(&mut self.worker, &input, packed);
             if let Err(error) = &result {
                 let reason = format!("{}: {error}", self.name);
                 self.collective.abort(self.failure.get_or_init(|| reason));
@@ -432,8 +474,12 @@ impl RankLoop {
 
 /// Runs a rank's part of a step; a panic is its error. The rank is not used again after one, so a half-changed one is
 /// never seen.
-pub(crate) fn run_caught(worker: &mut Worker, input: &StepInput) -> Result<StepOutput, EngineError> {
-    catch_unwind(AssertUnwindSafe(|| worker.run(input)))
+pub(crate) fn run_caught(
+    worker: &mut Worker,
+    input: &StepInput,
+    packed: Option<BatchBuilder>,
+) -> Result<StepOutput, EngineError> {
+    catch_unwind(AssertUnwindSafe(|| worker.run(input, packed)))
         .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))))
 }
 

@@ -138,7 +138,7 @@ impl BringUp<'_> {
         // The same number on every rank: they rehearse together.
         let times = if ranks_per_stage * stage.count == 1 { 1 } else { REHEARSALS };
         cx.backend.rehearse(true);
-        let rehearsed = (0..times).try_for_each(|_| worker.run(&largest.input).map(|_| ()));
+        let rehearsed = (0..times).try_for_each(|_| worker.run(&largest.input, None).map(|_| ()));
         cx.backend.rehearse(false);
         rehearsed?;
         let times = StartTimes { weights, rehearsal: begun.elapsed(), ..StartTimes::default() };

@@ -7,10 +7,10 @@ use pagemill_scheduler::RequestId;
 /// order, so a look-up begins behind the last one.
 #[derive(Default)]
 pub(crate) struct LiveRequests {
-    /// Ascending. Small entries: a search touches few cache lines.
+    /// Ascending. Apart from the requests, so that a search touches few cache lines.
     ids: Vec<RequestId>,
     /// Aligned with `ids`.
-    requests: Vec<Box<LiveRequest>>,
+    requests: Vec<LiveRequest>,
     /// Behind the one looked up last.
     next: usize,
 }
@@ -20,14 +20,14 @@ impl LiveRequests {
     pub(crate) fn push(&mut self, id: RequestId, request: LiveRequest) {
         assert!(self.ids.last().is_none_or(|last| *last < id), "{id:?} is not the newest request");
         self.ids.push(id);
-        self.requests.push(Box::new(request));
+        self.requests.push(request);
     }
 
     /// A live request.
     pub(crate) fn get_mut(&mut self, id: RequestId) -> Option<&mut LiveRequest> {
         let at = self.find(id)?;
         self.next = at + 1;
-        self.requests.get_mut(at).map(Box::as_mut)
+        self.requests.get_mut(at)
     }
 
     /// Forgets a request; cost: the number of live ones.
@@ -35,17 +35,17 @@ impl LiveRequests {
         let at = self.find(id)?;
         self.next = at;
         self.ids.remove(at);
-        Some(*self.requests.remove(at))
+        Some(self.requests.remove(at))
     }
 
     /// All, in order.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &LiveRequest)> {
-        self.ids.iter().copied().zip(self.requests.iter().map(Box::as_ref))
+        self.ids.iter().copied().zip(&self.requests)
     }
 
     /// All, in order.
     pub(crate) fn into_requests(self) -> impl Iterator<Item = LiveRequest> {
-        self.requests.into_iter().map(|request| *request)
+        self.requests.into_iter()
     }
 
     fn find(&self, id: RequestId) -> Option<usize> {

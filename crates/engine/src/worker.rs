@@ -5,7 +5,7 @@
 //! Shape letters: `T` tokens in the step, `D` hidden size, `R` rows of a tile, `V` vocabulary.
 
 use crate::draws::Draws;
-use crate::layout::BatchBuilder;
+use crate::layout::{BatchBuilder, Packing};
 use crate::pipeline::RankMeter;
 use crate::sampler::{
     Drawn, RequestState, RequestTable, RowScratch, choice_task, drawn, prompt_logprobs, prompt_row, prompt_task,
@@ -190,16 +190,21 @@ impl Worker {
         self.meter = Arc::default();
     }
 
-    /// Runs this rank's part of one step. Only the rank that samples has anything in its output.
+    /// How its batches are packed.
+    pub(crate) fn packing(&self) -> Packing {
+        Packing { num_groups: self.model.spec().kv_groups.len(), block_size: self.kv.spec().block_size }
+    }
+
+    /// Runs this rank's part of one step, whose plan may have been `packed` already. Only the rank that samples has anything in its output.
     ///
     /// # Errors
     /// The device or another rank failed, or the plan contradicts itself: the engine must stop.
-    pub(crate) fn run(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
+    pub(crate) fn run(&mut self, input: &StepInput, packed: Option<BatchBuilder>) -> Result<StepOutput, EngineError> {
         let started = Instant::now();
         self.waited = Duration::ZERO;
         let drawn_before = self.host.drawn.take().filter(|_| !input.after_idle);
         (self.host.packed, self.host.launched) = (None, None);
-        let output = self.compute(input);
+        let output = self.compute(input, packed);
         let busy = started.elapsed().saturating_sub(self.waited);
         self.count_host_time(started, drawn_before);
         self.meter.busy_us.fetch_add(u64::try_from(busy.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
@@ -221,16 +226,17 @@ impl Worker {
         }
     }
 
-    fn compute(&mut self, input: &StepInput) -> Result<StepOutput, EngineError> {
+    fn compute(&mut self, input: &StepInput, packed: Option<BatchBuilder>) -> Result<StepOutput, EngineError> {
         let plan = &input.plan;
         self.draws.begin_step()?;
         let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
         let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
         self.copy_blocks(plan)?;
-        self.batch.clear(self.model.spec().kv_groups.len());
-        for sequence in &plan.sequences {
-            self.batch.push(sequence, self.kv.spec().block_size, &self.draws)?;
+        match packed {
+            Some(batch) => self.batch = batch,
+            None => self.batch.pack(plan, self.packing())?,
         }
+        self.batch.fill_in(&self.draws)?;
         num_padding -= self.push_padding(num_padding)?;
         self.pass(|worker, hidden| {
             worker.update_requests(input)?;
@@ -238,7 +244,7 @@ impl Worker {
         })?;
         self.draws.end_step(&output);
         while num_padding > 0 {
-            self.batch.clear(self.model.spec().kv_groups.len());
+            self.batch.clear(self.packing().num_groups);
             num_padding -= self.push_padding(num_padding)?;
             self.pass(|_, _| Ok(()))?;
         }
