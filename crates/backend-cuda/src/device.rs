@@ -111,6 +111,14 @@ impl Device {
         })
     }
 
+    /// Keeps the device's context until the process ends, for what outlives every engine.
+    pub(crate) fn keep_context(&self) -> Result<(), BackendError> {
+        // SAFETY: `handle` is a device; this reference is never given back.
+        unsafe { result::primary_ctx::retain(self.handle) }
+            .map_err(|error| self.fault("keeping its context", error))?;
+        self.bind()
+    }
+
     /// `cuda:0`.
     pub(crate) fn label(&self) -> String {
         format!("cuda:{}", self.ordinal)

@@ -8,7 +8,7 @@ use cudarc::cublaslt::{result, sys};
 use pagemill_backend::{BackendError, DType};
 use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 /// What algorithms may use, as the library recommends for large chips.
 const WORKSPACE_BYTES: usize = 64 << 20;
@@ -47,10 +47,34 @@ struct Plan {
     algorithm: sys::cublasLtMatmulAlgo_t,
 }
 
+/// The library's handle on one device. Made once in a process and never destroyed: destroying one waits for the whole
+/// device, and such a wait spoils whatever another engine of the process is recording on it.
+#[derive(Clone, Copy)]
+struct Handle(sys::cublasLtHandle_t);
+
+// SAFETY: the library lets any thread use its handle, several at a time.
+unsafe impl Send for Handle {}
+
+/// By the device's ordinal.
+static HANDLES: Mutex<Vec<(i32, Handle)>> = Mutex::new(Vec::new());
+
+impl Handle {
+    fn of(device: &Device) -> Result<Self, BackendError> {
+        let mut handles = HANDLES.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, handle)) = handles.iter().find(|(ordinal, _)| *ordinal == device.ordinal()) {
+            return Ok(*handle);
+        }
+        device.keep_context()?;
+        let handle = result::create_handle().map_err(|error| device.broken(format!("starting cuBLASLt: {error}")))?;
+        handles.push((device.ordinal(), Handle(handle)));
+        Ok(Handle(handle))
+    }
+}
+
 /// The library's handle, its workspace and the plans.
 pub(crate) struct Matmul {
     device: Arc<Device>,
-    handle: sys::cublasLtHandle_t,
+    handle: Handle,
     workspace: DeviceMemory,
     /// Whether a row of `out` has the same bits for any number of tokens.
     deterministic: bool,
@@ -74,7 +98,7 @@ impl Matmul {
             ));
         }
         device.bind()?;
-        let handle = result::create_handle().map_err(|error| device.broken(format!("starting cuBLASLt: {error}")))?;
+        let handle = Handle::of(device)?;
         let workspace = DeviceMemory::take(device, WORKSPACE_BYTES, "cuBLASLt")?;
         Ok(Self { device: Arc::clone(device), handle, workspace, deterministic, plans: HashMap::new() })
     }
@@ -106,7 +130,7 @@ impl Matmul {
         // zero) and D.
         unsafe {
             result::matmul(
-                self.handle,
+                self.handle.0,
                 plan.matmul,
                 std::ptr::from_ref(&one).cast(),
                 std::ptr::from_ref(&zero).cast(),
@@ -195,7 +219,7 @@ impl Matmul {
                     result::set_matmul_pref_attribute(preference, mask, scheme, size_of_val(&NO_REDUCTION))
                 });
             }
-            set.and_then(|()| result::get_matmul_algo_heuristic(self.handle, matmul, weight, x, out, out, preference))
+            set.and_then(|()| result::get_matmul_algo_heuristic(self.handle.0, matmul, weight, x, out, out, preference))
         };
         // SAFETY: made above, destroyed once.
         unsafe { result::destroy_matmul_pref(preference) }?;
@@ -218,10 +242,6 @@ impl Matmul {
 impl Drop for Matmul {
     fn drop(&mut self) {
         self.forget();
-        if self.device.synchronize().is_ok() {
-            // SAFETY: made in `new`, destroyed once, nothing of it runs.
-            let _ = unsafe { result::destroy_handle(self.handle) };
-        }
     }
 }
 
