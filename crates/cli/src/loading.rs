@@ -82,8 +82,16 @@ pub fn open(model: &str, config: &Config) -> Result<Checkpoint> {
 /// # Errors
 /// One sentence about what cannot be found, read or fitted.
 pub fn load_engine(model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
+    load_engine_in(Home::Threads, model, config, show)
+}
+
+/// The same, wherever the ranks live.
+///
+/// # Errors
+/// As [`load_engine`].
+pub fn load_engine_in(home: Home<'_>, model: &str, config: &Config, show: Show) -> Result<LoadedEngine> {
     let checkpoint = open(model, config)?;
-    start(&checkpoint, config, show, Home::Threads)
+    start(&checkpoint, config, show, home)
 }
 
 /// Loads MODEL with tokenizer and template.

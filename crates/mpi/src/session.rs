@@ -49,11 +49,14 @@ impl Session {
                 world.rank, world.size, seen.0, seen.1
             )));
         }
+        // Launchers do not all tell who shares a host; the library knows.
+        let host = communicator.split_shared(communicator.rank());
+        let world = World { local_rank: number(host.rank()), local_size: number(host.size()), ..world };
         let channel = Channel::beside(&communicator)?;
         Ok(Self { universe, world, channel })
     }
 
-    /// This process's place.
+    /// This process's place; that on its host as the library sees it.
     #[must_use]
     pub fn world(&self) -> World {
         self.world

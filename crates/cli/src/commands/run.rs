@@ -1,7 +1,8 @@
 //! `pagemill run [--model MODEL] PROMPT`: one prompt, one streamed answer.
 
 use super::generate::{self, GenerationArgs};
-use crate::loading::{self, Show};
+use crate::loading::{self, Home, Show};
+use crate::processes::{self, Part};
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
 use anyhow::{Context, Result, bail};
 use clap::Args;
@@ -37,12 +38,19 @@ pub fn run(args: RunArgs) -> Result<()> {
     let name = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
     let mut config = crate::config::engine_config(engine)?;
     config.engine.max_batch_size.get_or_insert(1);
+    // Before the prompt is read: a launcher gives standard input to rank 0 alone.
+    let leading = match processes::join(&config, 0)? {
+        Part::Following(following) => return following.run(&name, &config),
+        Part::Leading(leading) => Some(leading),
+        Part::Alone => None,
+    };
     let prompt = read_prompt(args.prompt.as_deref())?;
     if prompt.trim().is_empty() && !args.raw {
         bail!("the prompt is empty: pagemill run \"Why is the sky blue?\"");
     }
     let show = if args.verbose { Show::Memory } else { Show::Progress };
-    let model = loading::load_model(&name, &config, show)?;
+    let home = leading.as_ref().map_or(Home::Threads, Home::Processes);
+    let model = loading::load_model_in(home, &name, &config, show)?;
     // Until here Ctrl-C ends the program, in the middle of a download too.
     generate::catch_interrupts()?;
     let chat = !args.raw && model.text.template.is_some();
@@ -79,6 +87,7 @@ pub fn run(args: RunArgs) -> Result<()> {
         );
     }
     model.engine.handle.shutdown();
+    leading.map_or(Ok(()), |leading| leading.end())?;
     if answer.reason.is_none() {
         bail!("interrupted");
     }

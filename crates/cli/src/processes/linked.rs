@@ -3,7 +3,7 @@
 
 use super::Part;
 use crate::config::Config;
-use crate::models;
+use crate::loading;
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{Backend, Collective, CpuBackend, CpuConfig};
 use pagemill_engine::{BuiltEngine, RankContext};
@@ -48,6 +48,7 @@ struct Rank {
 
 pub(super) fn join(world: World, config: &Config, rank_port: u16) -> Result<Part> {
     let session = Session::start(world)?;
+    let world = session.world();
     let collective = Arc::new(session.collective(config.engine.parallel)?);
     let sharing = session.sharing();
     if world.rank == 0 {
@@ -147,8 +148,7 @@ impl Following {
     /// Why this rank or another cannot go on.
     pub fn run(self, model: &str, config: &Config) -> Result<()> {
         ignore_signals()?;
-        let path = models::resolve(model)?;
-        let checkpoint = Checkpoint::open(&path)?;
+        let checkpoint = loading::open(model, config)?;
         let (cx, identity, description) = self.rank.open(&checkpoint, config)?;
         let follower = Follower::join(&self.invitation, identity, self.rank.collective())?;
         let watch = follower.watch();

@@ -3,8 +3,10 @@
 use super::drawing::DrawingArgs;
 use super::driver::{Job, RunResult, host_json, run, run_drawing};
 use super::workload::{Random, quantile, random_prompt};
+use crate::devices;
+use crate::loading::{self, Home};
+use crate::processes::{self, Part};
 use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
-use crate::{devices, loading};
 use anyhow::{Result, bail};
 use clap::Args;
 use pagemill_engine::HostTime;
@@ -63,7 +65,13 @@ pub fn latency(args: LatencyArgs) -> Result<()> {
     config.engine.max_batch_size.get_or_insert(largest);
     config.engine.prefix_cache = false;
     config.engine.max_seq_len.get_or_insert(args.prompt_tokens + args.gen_tokens + 16);
-    let loaded = loading::load_engine(&model, &config, loading::Show::Nothing)?;
+    let leading = match processes::join(&config, 0)? {
+        Part::Following(following) => return following.run(&model, &config),
+        Part::Leading(leading) => Some(leading),
+        Part::Alone => None,
+    };
+    let home = leading.as_ref().map_or(Home::Threads, Home::Processes);
+    let loaded = loading::load_engine_in(home, &model, &config, loading::Show::Nothing)?;
     let mut random = Random::new(args.seed);
     let start = Start::measure(begun, &args, &loaded, &mut random)?;
     let mut rows = Vec::new();
@@ -71,6 +79,7 @@ pub fn latency(args: LatencyArgs) -> Result<()> {
         rows.push(measure(&args, &loaded, batch_size, &mut random)?);
     }
     loaded.handle.shutdown();
+    leading.map_or(Ok(()), |leading| leading.end())?;
     print(&args, &model, &config, &loaded, &start, &rows)
 }
 
