@@ -195,7 +195,8 @@ impl Worker {
         Packing { num_groups: self.model.spec().kv_groups.len(), block_size: self.kv.spec().block_size }
     }
 
-    /// Runs this rank's part of one step, whose plan may have been `packed` already. Only the rank that samples has anything in its output.
+    /// Runs this rank's part of one step, whose plan may have been `packed` already. Only the rank that samples has
+    /// anything in its output.
     ///
     /// # Errors
     /// The device or another rank failed, or the plan contradicts itself: the engine must stop.
