@@ -25,7 +25,6 @@ namespace pagemill {
 
 constexpr int BIG_PARTS = 3;
 constexpr int BIG_THREADS = 384; // a warpgroup that feeds and two that multiply
-constexpr int TILE_TOKENS = 128;
 
 /// One product of x.
 struct LinearBigPart {
@@ -51,6 +50,7 @@ static_assert(sizeof(LinearBigPart) == 24 && sizeof(LinearBigParams) == 1024, "s
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
+constexpr int TILE_TOKENS = 128;
 constexpr int PANEL_BYTES = TILE_TOKENS * 128; // of x
 constexpr int STORED_BYTES = 64 * 128;         // 64 tokens and 64 features of y
 constexpr int MULTIPLYING_WARPS = 8;
@@ -214,6 +214,12 @@ __device__ __forceinline__ void store_bf16(unsigned char (&staged)[2][STORED_BYT
     }
 }
 
+/// y = act(gate) * up, of sums `d` of both.
+template <GateActivation ACTIVATION, int COUNT> __device__ __forceinline__ void gate_by(float (&y)[COUNT], const float (&d)[2 * COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) y[i] = gate_activation(d[i], ACTIVATION) * d[COUNT + i];
+}
+
 /// A multiplying warpgroup: 64 tokens of every tile.
 template <class T, int COLUMNS, int STAGES, int TOKEN_RANKS, int FEATURE_RANKS, bool GATED>
 __device__ __forceinline__ void multiply(BigShared<COLUMNS, STAGES>& sh, const LinearBigParams& p, int warpgroup, int thread) {
@@ -255,8 +261,8 @@ __device__ __forceinline__ void multiply(BigShared<COLUMNS, STAGES>& sh, const L
         if (token >= p.num_tokens || tile.feature >= part.n) continue;
         if constexpr (GATED) {
             float y[COLUMNS / 4];
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 4; ++i) y[i] = gate_activation(d[i], p.activation) * d[COLUMNS / 4 + i];
+            if (p.activation == GATE_SILU) gate_by<GATE_SILU>(y, d);
+            else gate_by<GATE_GELU_TANH>(y, d);
             if (p.y_type == ACT_F32) store_f32(p, part, y, token, tile.feature, thread);
             else store_bf16(sh.y[warpgroup], turn, &p.y_map[0], part.n, y, token, tile.feature, thread, 1 + warpgroup);
         } else {
@@ -326,6 +332,13 @@ template <class T, int COLUMNS, int STAGES, int TOKEN_RANKS, int FEATURE_RANKS, 
     LINEAR_BIG_KERNEL(n##COLUMNS##_s##STAGES##_##TOKEN_RANKS##FEATURE_RANKS##_##GATED, Bf16, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, GATED)
 #include "bench/linear_big_variants.inc"
 #else
-LINEAR_BIG_KERNEL(bf16, Bf16, 256, 4, 2, 1, false)
-LINEAR_BIG_KERNEL(gated_bf16, Bf16, 256, 4, 2, 1, true)
+// `FORMS` in src/kernels/linear_big.rs (measured best, NOTES.md).
+#define LINEAR_BIG_FORM(name, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS)                                          \
+    LINEAR_BIG_KERNEL(name##_n##COLUMNS, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, false)                        \
+    LINEAR_BIG_KERNEL(gated_##name##_n##COLUMNS, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, true)
+#define LINEAR_BIG_KERNELS(name, T)                                                                                    \
+    LINEAR_BIG_FORM(name, T, 128, 6, 2, 2)                                                                             \
+    LINEAR_BIG_FORM(name, T, 256, 4, 2, 1)
+LINEAR_BIG_KERNELS(bf16, Bf16)
+LINEAR_BIG_KERNELS(f16, F16)
 #endif
