@@ -332,13 +332,7 @@ template <class T, int COLUMNS, int STAGES, int TOKEN_RANKS, int FEATURE_RANKS, 
     LINEAR_BIG_KERNEL(n##COLUMNS##_s##STAGES##_##TOKEN_RANKS##FEATURE_RANKS##_##GATED, Bf16, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, GATED)
 #include "bench/linear_big_variants.inc"
 #else
-// `FORMS` in src/kernels/linear_big.rs (measured best, NOTES.md).
-#define LINEAR_BIG_FORM(name, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS)                                          \
-    LINEAR_BIG_KERNEL(name##_n##COLUMNS, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, false)                        \
-    LINEAR_BIG_KERNEL(gated_##name##_n##COLUMNS, T, COLUMNS, STAGES, TOKEN_RANKS, FEATURE_RANKS, true)
-#define LINEAR_BIG_KERNELS(name, T)                                                                                    \
-    LINEAR_BIG_FORM(name, T, 128, 6, 2, 2)                                                                             \
-    LINEAR_BIG_FORM(name, T, 256, 4, 2, 1)
-LINEAR_BIG_KERNELS(bf16, Bf16)
-LINEAR_BIG_KERNELS(f16, F16)
+// As `src/kernels/linear_big.rs` has it; the other forms are for comparison (NOTES.md).
+LINEAR_BIG_KERNEL(bf16, Bf16, 128, 6, 2, 1, false)
+LINEAR_BIG_KERNEL(f16, F16, 128, 6, 2, 1, false)
 #endif

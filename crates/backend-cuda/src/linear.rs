@@ -392,7 +392,6 @@ impl LinearOps {
     pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
         self.packed_gated_variant(num_tokens, gate, up).is_some()
             || self.mid_gated(num_tokens, gate, up).is_some()
-            || self.big_gated(num_tokens, gate, up).is_some()
             || self.gated_variant(num_tokens, gate, up).is_some()
     }
 
@@ -411,9 +410,6 @@ impl LinearOps {
         }
         if let Some(weight) = self.mid_gated(num_tokens, gate, up) {
             return self.mid_gated_product(&mut inputs, weight, num_tokens, product);
-        }
-        if let Some(variant) = self.big_gated(num_tokens, gate, up) {
-            return self.big_gated_product(&mut inputs, variant, num_tokens, product);
         }
         let variant = self
             .gated_variant(num_tokens, gate, up)

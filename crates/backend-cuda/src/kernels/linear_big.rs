@@ -1,5 +1,5 @@
-//! Dense products of many tokens on Hopper: when our kernel is taken, in which compiled form, how its tiles are shared
-//! out, and the launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_big.cu`.
+//! Dense products of more than 128 tokens on Hopper: when our kernel is taken, how its tiles are shared out, and the
+//! launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_big.cu`.
 
 use super::{Half, Launch};
 
@@ -11,24 +11,32 @@ pub(crate) const TILE_TOKENS: u32 = 128;
 pub(crate) const PANEL_COLS: u32 = 64;
 /// Tokens in a box that the copy engine stores.
 pub(crate) const STORED_TOKENS: u32 = 64;
+/// Features of a tile.
+const TILE_FEATURES: u32 = 128;
+/// Thread blocks of a cluster: tiles along the tokens that share W.
+pub(crate) const RANKS: u32 = 2;
+/// Rows of a box of W: each of a cluster brings its share.
+pub(crate) const W_ROWS: u32 = TILE_FEATURES / RANKS;
+const STAGES: u32 = 6;
+/// Tokens for which the kernel was measured faster.
+const FASTER: std::ops::RangeInclusive<usize> = 129..=256;
 const THREADS: u32 = 384;
 /// Rows of y lie on multiples of so many bytes, as those of the weights and x.
 const ALIGNMENT: u64 = 16;
-/// Tiles along the tokens that are taken side by side: with as many along the features, what is at work together reads
-/// the fewest rows of x and W.
-const STRIP_TILES: u32 = 16;
+/// Groups of tokens that are taken side by side.
+pub(crate) const STRIP: u32 = 8;
 
 /// The kernel's argument: `LinearBigParams`. Addresses are the device's.
 #[derive(Clone, Copy, Debug)]
 #[repr(C, align(64))]
 pub(crate) struct LinearBigParams {
-    /// `CUtensorMap` of x `[T, C]`, boxes of [`PANEL_COLS`] and [`LinearBigVariant::x_rows`].
+    /// `CUtensorMap` of x `[T, C]`, boxes of [`PANEL_COLS`] and [`TILE_TOKENS`].
     pub(crate) x_map: [u64; 16],
-    /// Of each part's weight `[N, C]`, boxes of [`PANEL_COLS`] and [`LinearBigVariant::w_rows`]; gated: of gate and up.
+    /// Of each part's weight `[N, C]`, boxes of [`PANEL_COLS`] and [`W_ROWS`].
     pub(crate) w_map: [[u64; 16]; MAX_PARTS],
     /// Of each part's y `[T, N]`, boxes of [`PANEL_COLS`] and [`STORED_TOKENS`]; read where y is BF16.
     pub(crate) y_map: [[u64; 16]; MAX_PARTS],
-    /// Behind the last, no tiles. Gated: one.
+    /// Behind the last, no tiles.
     pub(crate) parts: [LinearBigPart; MAX_PARTS],
     /// T.
     pub(crate) num_tokens: u32,
@@ -36,11 +44,11 @@ pub(crate) struct LinearBigParams {
     pub(crate) num_feature_groups: u32,
     /// Of C.
     pub(crate) num_panels: u32,
-    /// [`Tiles::strip`].
+    /// [`STRIP`].
     pub(crate) strip: u32,
     /// `ActivationType` of every y: F32 or BF16.
     pub(crate) y_type: u32,
-    /// `GateActivation`; read by the gated form.
+    /// Of gated forms, which are for comparison only.
     pub(crate) activation: u32,
 }
 
@@ -48,7 +56,7 @@ pub(crate) struct LinearBigParams {
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct LinearBigPart {
-    /// f32 `[N]`, or 0; gated: 0.
+    /// f32 `[N]`, or 0.
     pub(crate) bias: u64,
     /// `[T, N]`.
     pub(crate) y: u64,
@@ -68,113 +76,97 @@ pub(crate) fn is_reachable(weight: u64, n: usize, c: usize) -> bool {
     weight.is_multiple_of(ALIGNMENT) && is_aligned(n) && is_aligned(c)
 }
 
-/// A compiled form of the kernel.
+/// The kernel for weights of a type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct LinearBigVariant {
-    weight: Half,
-    /// Rows of W in a tile: features, or (gated) half of them.
-    columns: u32,
-    gated: bool,
+    /// The weights' type.
+    pub(crate) weight: Half,
 }
 
-/// How a number of columns is compiled: the kernel's template arguments.
-struct Form {
-    columns: u32,
-    stages: u32,
-    /// Thread blocks of a cluster along the tokens and along the features: two at most.
-    token_ranks: u32,
-    feature_ranks: u32,
-}
-
-/// Measured best (`kernels/NOTES.md`).
-const FORMS: [Form; 2] = [
-    Form { columns: 128, stages: 6, token_ranks: 2, feature_ranks: 2 },
-    Form { columns: 256, stages: 4, token_ranks: 2, feature_ranks: 1 },
-];
-
-/// How products are cut into tiles, and those shared out.
+/// How products are cut into tiles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Tiles {
     /// Along the features of each part.
     pub(crate) of_parts: [u32; MAX_PARTS],
-    /// Clusters' tiles along the features of all parts.
+    /// Along the features of all parts.
     pub(crate) feature_groups: u32,
-    /// The same along the tokens.
+    /// Clusters' tiles along the tokens.
     pub(crate) token_groups: u32,
-    /// So many groups of tokens are taken side by side.
-    pub(crate) strip: u32,
 }
 
 impl Tiles {
+    /// The tiles of outputs (unused ones are 0) for so many tokens.
+    pub(crate) fn new(num_tokens: u32, outputs: [u32; MAX_PARTS]) -> Self {
+        let of_parts = outputs.map(|n| n.div_ceil(TILE_FEATURES));
+        Self {
+            of_parts,
+            feature_groups: of_parts.iter().fold(0, |sum, &tiles| sum.saturating_add(tiles)),
+            token_groups: num_tokens.div_ceil(TILE_TOKENS * RANKS),
+        }
+    }
+
     /// Clusters' tiles.
-    fn count(&self) -> u32 {
+    pub(crate) fn count(&self) -> u32 {
         self.feature_groups.saturating_mul(self.token_groups)
     }
 }
 
 impl LinearBigVariant {
     /// Every compiled form.
-    pub(crate) fn all() -> impl Iterator<Item = Self> {
-        [Half::Bf16, Half::F16].into_iter().flat_map(|weight| {
-            let form = move |form: &Form, gated| Self { weight, columns: form.columns, gated };
-            FORMS.iter().flat_map(move |of| [form(of, false), form(of, true)])
-        })
-    }
-
-    fn form(&self) -> &'static Form {
-        FORMS.iter().find(|form| form.columns == self.columns).unwrap_or(&FORMS[FORMS.len() - 1])
-    }
+    pub(crate) const ALL: [Self; 2] = [Self { weight: Half::Bf16 }, Self { weight: Half::F16 }];
 
     /// The kernel's name.
-    pub(crate) fn name(&self) -> String {
-        let gated = if self.gated { "gated_" } else { "" };
-        format!("linear_big_{gated}{}_n{}", self.weight.name(), self.columns)
+    pub(crate) fn name(self) -> String {
+        format!("linear_big_{}", self.weight.name())
+    }
+}
+
+/// The launch over so many clusters' tiles, at most `max_clusters` clusters of thread blocks at once.
+pub(crate) fn launch(num_tiles: u32, max_clusters: u32) -> Launch {
+    // Bytes of `BigShared`, and room to align it.
+    let stage = (TILE_TOKENS + TILE_FEATURES) * PANEL_COLS * 2 + 2 * 8;
+    let shared_bytes = STAGES * stage + 4 * STORED_TOKENS * PANEL_COLS * 2 + 1024;
+    Launch { grid: (RANKS * num_tiles.min(max_clusters), 1), threads: THREADS, shared_bytes }
+}
+
+/// Whether this kernel takes less time than the library for products of one x, of these outputs (unused ones are 0): the
+/// library has a launch for each. Measured where each cluster has a tile at most; a single product is the library's, which
+/// splits C where tiles are few.
+pub(crate) fn is_faster(num_tokens: usize, outputs: [u32; MAX_PARTS], max_clusters: u32) -> bool {
+    let tiles = Tiles::new(TILE_TOKENS * RANKS, outputs);
+    FASTER.contains(&num_tokens) && outputs[1] > 0 && tiles.count() <= max_clusters
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tiles_are_shared_out() {
+        // q, k and v of an 8B Llama.
+        let tiles = Tiles::new(256, [4096, 1024, 1024]);
+        assert_eq!((tiles.of_parts, tiles.feature_groups, tiles.token_groups), ([32, 8, 8], 48, 1));
+        assert_eq!(launch(tiles.count(), 66).grid, (96, 1));
+        assert_eq!(Tiles::new(129, [8, 0, 0]).count(), 1);
+        assert_eq!(launch(1, 66).grid, (2, 1), "no cluster is without work");
+        assert_eq!(Tiles::new(257, [257, 8, 0]).of_parts, [3, 1, 0], "a tile belongs to one part");
+        assert_eq!(Tiles::new(257, [257, 8, 0]).count(), 8);
+        let huge = Tiles::new(u32::MAX, [u32::MAX; MAX_PARTS]);
+        assert_eq!(launch(huge.count(), 66).grid, (132, 1), "counts do not overflow");
+        assert!(launch(1, 1).shared_bytes <= 227 << 10);
     }
 
-    /// The weights' type.
-    pub(crate) fn weight(&self) -> Half {
-        self.weight
+    #[test]
+    fn taken_where_it_is_the_fastest() {
+        let of_three = |tokens| is_faster(tokens, [4096, 1024, 1024], 66);
+        assert!(!of_three(128) && of_three(129) && of_three(256) && !of_three(257));
+        assert!(!is_faster(256, [4096, 0, 0], 66), "one product");
+        assert!(!is_faster(256, [8192, 1024, 1024], 66), "two tiles for some clusters");
     }
 
-    /// Thread blocks of a cluster.
-    pub(crate) fn ranks(&self) -> u32 {
-        self.form().token_ranks * self.form().feature_ranks
-    }
-
-    /// Rows of a box of x.
-    pub(crate) fn x_rows(&self) -> u32 {
-        TILE_TOKENS / self.form().feature_ranks
-    }
-
-    /// Rows of a box of W.
-    pub(crate) fn w_rows(&self) -> u32 {
-        self.columns / 2
-    }
-
-    /// The tiles of outputs (unused ones are 0; gated: the first only) for so many tokens.
-    pub(crate) fn tiles(&self, num_tokens: u32, outputs: [u32; MAX_PARTS]) -> Tiles {
-        let form = self.form();
-        let features = if self.gated { self.columns / 2 } else { self.columns };
-        let of_parts = outputs.map(|n| n.div_ceil(features));
-        Tiles {
-            of_parts,
-            feature_groups: of_parts.iter().fold(0_u32, |sum, &tiles| sum.saturating_add(tiles)).div_ceil(form.feature_ranks),
-            token_groups: num_tokens.div_ceil(TILE_TOKENS * form.token_ranks),
-            strip: STRIP_TILES / form.token_ranks,
-        }
-    }
-
-    /// Bytes of `BigShared`, and room to align it.
-    pub(crate) fn shared_bytes(&self) -> u32 {
-        let form = self.form();
-        let stage = (TILE_TOKENS + form.columns) * PANEL_COLS * 2;
-        let stored = 4 * STORED_TOKENS * PANEL_COLS * 2;
-        form.stages * (stage + 2 * 8) + stored + 1024
-    }
-
-    /// The launch over `tiles`, at most `max_clusters` clusters of thread blocks at once.
-    pub(crate) fn launch(&self, tiles: &Tiles, max_clusters: u32) -> Launch {
-        let clusters = tiles.count().min(max_clusters);
-        Launch { grid: (self.ranks() * clusters, 1), threads: THREADS, shared_bytes: self.shared_bytes() }
+    #[test]
+    fn what_the_copy_engine_reaches() {
+        assert!(is_reachable(0x210, 8, 104) && is_reachable(0x100, 1000, 8));
+        assert!(!is_reachable(0x210, 8, 100) && !is_reachable(0x208, 8, 64) && !is_reachable(0x210, 12, 64));
     }
 }

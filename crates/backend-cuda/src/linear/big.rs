@@ -2,14 +2,15 @@
 //!
 //! Not where results must be deterministic: those are `linear_mid`'s, whatever the number of tokens.
 
-use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
+use super::{Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
 use crate::check::Elem;
 use crate::device::Device;
 use crate::images::Kernels;
+use crate::kernels::Half;
 use crate::kernels::linear_big::{
-    self, LinearBigParams, LinearBigPart, LinearBigVariant, MAX_PARTS, PANEL_COLS, STORED_TOKENS,
+    self, LinearBigParams, LinearBigPart, LinearBigVariant, MAX_PARTS, PANEL_COLS, RANKS, STORED_TOKENS, STRIP,
+    TILE_TOKENS, Tiles, W_ROWS,
 };
-use crate::kernels::{GateActivation, Half};
 use crate::rows::Function;
 use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::BackendError;
@@ -42,12 +43,10 @@ impl BigKernels {
             return Ok(None);
         }
         let mut forms = HashMap::new();
-        for variant in LinearBigVariant::all() {
-            let ranks = variant.ranks();
-            let most = word(device.num_multiprocessors()) / ranks;
-            let launch = variant.launch(&variant.tiles(u32::MAX, [u32::MAX, 0, 0]), most);
+        for variant in LinearBigVariant::ALL {
+            let launch = linear_big::launch(u32::MAX, word(device.num_multiprocessors()) / RANKS);
             let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
-            let max_clusters = device.max_clusters(function, ranks, &launch)?;
+            let max_clusters = device.max_clusters(function, RANKS, &launch)?;
             forms.insert(variant, BigForm { function: Function(function), max_clusters });
         }
         let is_usable = forms.values().all(|form| form.max_clusters > 0);
@@ -67,12 +66,11 @@ struct BigTask<'a> {
     x: u64,
     num_tokens: usize,
     cols: u32,
-    /// `[N, C]` each; gated: gate and up.
+    /// `[N, C]` each.
     weights: &'a [Matrix<'a>],
     /// `num_tiles` are filled in at the launch.
     parts: [LinearBigPart; MAX_PARTS],
     elem: Elem,
-    gate: Option<GateActivation>,
 }
 
 impl LinearOps {
@@ -82,15 +80,17 @@ impl LinearOps {
         linear_big::is_reachable(matrix.weight.address(), matrix.rows, matrix.cols).then_some(half)
     }
 
-    /// In which form `linear_big` takes how many of the first products in one launch.
+    /// By which form `linear_big` takes how many of the first products in one launch.
     pub(super) fn big_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(LinearBigVariant, usize)> {
         let (first, others) = products.split_first()?;
         let half = self.big_weight(first.matrix)?;
         let joins =
             |other: &&Product<'_>| other.out.elem == first.out.elem && self.big_weight(other.matrix) == Some(half);
         let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
-        let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |product| product.matrix.rows));
-        Some((linear_big::fastest(half, num_tokens, outputs, first.matrix.cols)?, count))
+        let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |of| word(of.matrix.rows)));
+        let variant = LinearBigVariant { weight: half };
+        let form = self.big.as_ref()?.forms.get(&variant)?;
+        linear_big::is_faster(num_tokens, outputs, form.max_clusters).then_some((variant, count))
     }
 
     /// Products that [`Self::big_launch`] counted, biases included.
@@ -116,41 +116,6 @@ impl LinearOps {
             weights: &weights,
             parts,
             elem: first.out.elem,
-            gate: None,
-        })
-    }
-
-    /// In which form `linear_big` takes gate and up together for so many tokens.
-    pub(super) fn big_gated(
-        &self,
-        num_tokens: usize,
-        gate: Matrix<'_>,
-        up: Matrix<'_>,
-    ) -> Option<LinearBigVariant> {
-        let alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
-        let half = self.big_weight(gate).filter(|&half| alike && self.big_weight(up) == Some(half))?;
-        linear_big::fastest_gated(half, num_tokens, gate.rows, gate.cols)
-    }
-
-    /// `act(x · gateᵀ) * (x · upᵀ)` of what [`Self::big_gated`] takes.
-    pub(super) fn big_gated_product(
-        &self,
-        inputs: &mut Inputs<'_>,
-        variant: LinearBigVariant,
-        num_tokens: usize,
-        product: &GatedProduct<'_>,
-    ) -> Result<(), BackendError> {
-        let GatedProduct { gate, up, act, out } = *product;
-        let part = LinearBigPart { bias: 0, y: out.address, n: word(gate.rows), num_tiles: 0 };
-        self.run_big(BigTask {
-            variant,
-            x: inputs.as_type(gate.weight.dtype)?,
-            num_tokens,
-            cols: word(gate.cols),
-            weights: &[gate, up],
-            parts: [part, LinearBigPart::default(), LinearBigPart::default()],
-            elem: out.elem,
-            gate: Some(act.into()),
         })
     }
 
@@ -167,9 +132,9 @@ impl LinearOps {
         let mut w_map = [[0; 16]; MAX_PARTS];
         for (w_map, matrix) in w_map.iter_mut().zip(task.weights) {
             let shape = [matrix.rows as u64, cols];
-            *w_map = map(matrix.weight.address(), variant.weight(), shape, variant.w_rows())?;
+            *w_map = map(matrix.weight.address(), variant.weight, shape, W_ROWS)?;
         }
-        let tiles = variant.tiles(word(num_tokens), parts.map(|part| part.n));
+        let tiles = Tiles::new(word(num_tokens), parts.map(|part| part.n));
         let mut y_map = [[0; 16]; MAX_PARTS];
         for ((part, y_map), num_tiles) in parts.iter_mut().zip(&mut y_map).zip(tiles.of_parts) {
             part.num_tiles = num_tiles;
@@ -178,18 +143,18 @@ impl LinearOps {
             }
         }
         let args = LinearBigParams {
-            x_map: map(task.x, variant.weight(), [num_tokens as u64, cols], variant.x_rows())?,
+            x_map: map(task.x, variant.weight, [num_tokens as u64, cols], TILE_TOKENS)?,
             w_map,
             y_map,
             parts,
             num_tokens: word(num_tokens),
             num_feature_groups: tiles.feature_groups,
             num_panels: task.cols.div_ceil(PANEL_COLS),
-            strip: tiles.strip,
+            strip: STRIP,
             y_type: activation_type(elem),
-            activation: task.gate.map_or(0, |gate| gate as u32),
+            activation: 0,
         };
-        let launch = variant.launch(&tiles, form.max_clusters);
+        let launch = linear_big::launch(tiles.count(), form.max_clusters);
         big.launches.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the struct is the kernel's; the op checked the shapes of x, weights, biases and outputs. Before its
         // wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets its
