@@ -36,37 +36,15 @@ template <int E, int NT, int WARPS, int CLUSTER> struct DecodeShared {
     static constexpr int HEADS = NT * 8;
     static constexpr int O_STRIDE = E + 4;
     alignas(16) uint32_t q[HEADS * (E / 2 + 16)];
+    uint4 q_asked[NT * E];
     float2 max_sum[WARPS][HEADS];
     alignas(16) float o[WARPS][HEADS * O_STRIDE];
     float2 weight[HEADS];
     Gathered<E, HEADS, CLUSTER> gathered;
     bool is_last;
 };
-static_assert(sizeof(DecodeShared<128, 1, 4, 1>) == 19792 && sizeof(DecodeShared<128, 1, 8, 4>) == 70224,
+static_assert(sizeof(DecodeShared<128, 1, 4, 1>) == 21840 && sizeof(DecodeShared<128, 1, 8, 4>) == 72272,
               "src/kernels/attention_decode.rs counts the same bytes");
-
-/// A thread's part of a piece's query heads, as it lies in memory (f32 already packed): 8 elements at a time.
-template <int E, int NT, int WARPS> struct QueryRegisters {
-    static constexpr int COUNT = (NT * E + WARPS * 32 - 1) / (WARPS * 32);
-    uint4 part[COUNT];
-};
-
-template <class T, int E, int NT, int WARPS>
-__device__ __forceinline__ void load_q(QueryRegisters<E, NT, WARPS>& q, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
-#pragma unroll
-    for (int i = 0; i < QueryRegisters<E, NT, WARPS>::COUNT; ++i) {
-        const int part = threadIdx.x + i * WARPS * 32, head = part / (E / 8), e = part % (E / 8) * 8;
-        const size_t at = static_cast<size_t>(q_row) * p.q_stride + (head0 + head) * E + e;
-        if (p.q_type != ACT_F32) {
-            q.part[i] = cached16_if(static_cast<const uint16_t*>(p.q) + at, head < heads);
-        } else if (head < heads) {
-            const float* from = static_cast<const float*>(p.q) + at;
-            q.part[i] = make_uint4(T::pack(from[0], from[1]), T::pack(from[2], from[3]), T::pack(from[4], from[5]), T::pack(from[6], from[7]));
-        } else {
-            q.part[i] = make_uint4(0, 0, 0, 0);
-        }
-    }
-}
 
 /// Two elements of q in the cache's type.
 template <class T> __device__ __forceinline__ uint32_t in_cache_type(uint32_t pair, uint32_t q_type) {
@@ -75,16 +53,42 @@ template <class T> __device__ __forceinline__ uint32_t in_cache_type(uint32_t pa
     return pair;
 }
 
-template <class T, int E, int NT, int WARPS, int CLUSTER>
-__device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const QueryRegisters<E, NT, WARPS>& q, uint32_t q_type) {
+/// `each(part, head, at)` for the parts (8 elements) of a piece's query heads that are this thread's: part `part` of
+/// the thread block's, of its head `head`, at `at` in q.
+template <int E, int NT, int WARPS, class Each>
+__device__ __forceinline__ void each_q_part(const DecodeParams& p, uint32_t q_row, int head0, Each each) {
 #pragma unroll
-    for (int i = 0; i < QueryRegisters<E, NT, WARPS>::COUNT; ++i) {
-        const int part = threadIdx.x + i * WARPS * 32, head = part / (E / 8), word = part % (E / 8) * 4;
-        if (head >= NT * 8) break;
-        const uint4 x = q.part[i];
-        *reinterpret_cast<uint4*>(&sh.q[head * (E / 2 + 16) + word]) =
-            make_uint4(in_cache_type<T>(x.x, q_type), in_cache_type<T>(x.y, q_type), in_cache_type<T>(x.z, q_type), in_cache_type<T>(x.w, q_type));
+    for (int part = threadIdx.x; part < NT * E; part += WARPS * 32) {
+        const int head = part / (E / 8);
+        each(part, head, static_cast<size_t>(q_row) * p.q_stride + (head0 + head) * E + part % (E / 8) * 8);
     }
+}
+
+/// Asks for a piece's query heads: they are on their way, without a register, until `stage_q`. Those of f32 are fetched
+/// there.
+template <int E, int NT, int WARPS, int CLUSTER>
+__device__ __forceinline__ void ask_for_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
+    if (p.q_type == ACT_F32) return;
+    each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
+        copy16_if(shared_address(&sh.q_asked[part]), static_cast<const uint16_t*>(p.q) + (head < heads ? at : 0), head < heads);
+    });
+}
+
+/// The query heads that were asked for, to where `scores` reads them. A thread converts what it asked for itself.
+template <class T, int E, int NT, int WARPS, int CLUSTER>
+__device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (p.q_type != ACT_F32) {
+            const uint4 asked = sh.q_asked[part];
+            x = make_uint4(in_cache_type<T>(asked.x, p.q_type), in_cache_type<T>(asked.y, p.q_type), in_cache_type<T>(asked.z, p.q_type), in_cache_type<T>(asked.w, p.q_type));
+        } else if (head < heads) {
+            const float* from = static_cast<const float*>(p.q) + at;
+            x = make_uint4(T::pack(from[0], from[1]), T::pack(from[2], from[3]), T::pack(from[4], from[5]), T::pack(from[6], from[7]));
+        }
+        *reinterpret_cast<uint4*>(&sh.q[head * (E / 2 + 16) + part % (E / 8) * 4]) = x;
+    });
 }
 
 template <int E, int NT, int WARPS, int CLUSTER>
@@ -316,8 +320,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
     if constexpr (CLUSTER > 1) cluster_arrive();
     wait_for_previous_kernel();
     release_next_kernel();
-    QueryRegisters<E, NT, WARPS> q;
-    load_q<T>(q, p, piece.q_row, head0, heads);
+    ask_for_q(sh, p, piece.q_row, head0, heads);
     if (any) {
         if (!early) load_k(), load_v();
         advance<STRIDE>(cur, piece_end, turn_of_warp, p);
@@ -327,7 +330,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
 
     for (uint32_t index = piece_begin;;) {
         const uint32_t first = p.window != 0 && piece.kv_len > p.window ? piece.kv_len - p.window : 0;
-        stage_q<T>(sh, q, p.q_type);
+        stage_q<T>(sh, p, piece.q_row, head0, heads);
         WarpState<E, NT> st;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -338,7 +341,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
         }
         __syncthreads();
         const bool goes_on = index + 1 < piece_end;
-        if (goes_on) load_q<T>(q, p, p.pieces[index + 1].q_row, head0, heads);
+        if (goes_on) ask_for_q(sh, p, p.pieces[index + 1].q_row, head0, heads);
         for (uint32_t tile = piece.tile_begin + turn_of_warp; tile < piece.tile_end; tile += STRIDE) {
             float s[NT][4];
             scores<T, E, NT>(s, r, sh.q, g, c);
@@ -400,7 +403,9 @@ constexpr int SPLIT_WARPS = 4, WHOLE_WARPS = 8;
     DECODE_KERNEL(name##_e80_h16, T, 80, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e96_h16, T, 96, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e128_h16, T, 128, 2, SPLIT_WARPS, 2)                                                       \
-    DECODE_KERNEL(name##_e128_h8_dense, T, 128, 1, SPLIT_WARPS, 4)                                                  \
+    DECODE_KERNEL(name##_e128_h8_dense4, T, 128, 1, 4, 4)                                                           \
+    DECODE_KERNEL(name##_e128_h8_dense2, T, 128, 1, 2, 8)                                                           \
+    DECODE_KERNEL(name##_e128_h8_dense1, T, 128, 1, 1, 16)                                                          \
     WHOLE_KERNELS(name##_e64_h8, T, 64)                                                                             \
     WHOLE_KERNELS(name##_e128_h8, T, 128)                                                                           \
     WHOLE_KERNELS(name##_e256_h8, T, 256)
@@ -408,6 +413,8 @@ DECODE_KERNELS(bf16, Bf16)
 DECODE_KERNELS(f16, F16)
 #else
 DECODE_KERNEL(bf16_e128_h8, Bf16, 128, 1, SPLIT_WARPS, 3)
-DECODE_KERNEL(bf16_e128_h8_dense, Bf16, 128, 1, SPLIT_WARPS, 4)
+DECODE_KERNEL(bf16_e128_h8_dense4, Bf16, 128, 1, 4, 4)
+DECODE_KERNEL(bf16_e128_h8_dense2, Bf16, 128, 1, 2, 8)
+DECODE_KERNEL(bf16_e128_h8_dense1, Bf16, 128, 1, 1, 16)
 WHOLE_KERNELS(bf16_e128_h8, Bf16, 128)
 #endif

@@ -119,6 +119,10 @@ impl Kernels {
                 |error| self.device.fault(&format!("giving {name} {shared_bytes} bytes of shared memory"), error),
             )?;
         }
+        if let (Ok(carve), true) = (std::env::var("PMX_CARVE"), name.contains("decode")) {
+            let attr = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+            unsafe { result::function::set_function_attribute(function, attr, carve.parse().unwrap()) }.unwrap();
+        }
         Ok(function)
     }
 

@@ -9,6 +9,8 @@ use super::{Half, Launch};
 
 /// Warps of a thread block of the split forms: `SPLIT_WARPS`.
 pub(crate) const SPLIT_WARPS: u32 = 4;
+/// Warps on a multiprocessor in the dense forms.
+const DENSE_WARPS: u32 = 16;
 /// Warps of a thread block of the whole forms: `WHOLE_WARPS`.
 const WHOLE_WARPS: u32 = 8;
 /// The longest sequence that is not cut, as long as there is a cluster or thread block for each: so many tiles for each
@@ -20,8 +22,8 @@ const WHOLE_TILES_A_WARP: u32 = 4;
 enum Form {
     /// Pieces of sequences, as many thread blocks as are resident at once.
     Split,
-    /// The same with one more thread block on each multiprocessor, of fewer registers.
-    SplitDense,
+    /// The same with 16 warps on each multiprocessor, of fewer registers, in thread blocks of so many.
+    SplitDense(u32),
     /// Each sequence whole, by so many thread blocks: 1, or a cluster of 2 or 4.
     Whole(u32),
 }
@@ -73,8 +75,8 @@ impl DecodeShape {
     fn forms(&self) -> &'static [Form] {
         use Form::{Split, SplitDense, Whole};
         match (self.head_dim, self.heads, self.clusters) {
-            (128, 8, true) => &[Whole(4), Whole(2), Whole(1), Split, SplitDense],
-            (128, 8, false) => &[Whole(1), Split, SplitDense],
+            (128, 8, true) => &[Whole(4), Whole(2), Whole(1), Split, SplitDense(4), SplitDense(2), SplitDense(1)],
+            (128, 8, false) => &[Whole(1), Split, SplitDense(4), SplitDense(2), SplitDense(1)],
             (64 | 256, 8, true) => &[Whole(4), Whole(2), Whole(1), Split],
             (64 | 256, 8, false) => &[Whole(1), Split],
             _ => &[Split],
@@ -94,8 +96,12 @@ impl DecodeShape {
         let num_seqs = seqs.len() as u32;
         let forms = self.forms().iter().filter(|form| match form {
             Form::Whole(cluster) => longest <= WHOLE_TILES_A_WARP * WHOLE_WARPS * cluster,
-            Form::Split | Form::SplitDense => true,
+            Form::Split | Form::SplitDense(_) => true,
         });
+        if let Ok(forced) = std::env::var("PMX_FORM") {
+            let form = match forced.as_str() { "0" => Form::Split, n => Form::SplitDense(n.parse().unwrap()) };
+            if num_seqs > 16 { let variant = self.variant(form); return (variant, variant.units(heads, num_sms)); }
+        }
         let mut last = (self.variant(Form::Split), 1);
         for &form in forms {
             let variant = self.variant(form);
@@ -136,7 +142,7 @@ impl DecodeVariant {
     pub(crate) fn name(&self) -> String {
         let form = match self.form {
             Form::Split => String::new(),
-            Form::SplitDense => "_dense".into(),
+            Form::SplitDense(warps) => format!("_dense{warps}"),
             Form::Whole(cluster) => format!("_whole{cluster}"),
         };
         format!("attention_decode_{}_e{}_h{}{form}", self.kv.name(), self.head_dim, self.heads)
@@ -150,7 +156,8 @@ impl DecodeVariant {
     /// Thread blocks of a unit, and warps of each.
     fn unit(&self) -> (u32, u32) {
         match self.form {
-            Form::Split | Form::SplitDense => (1, SPLIT_WARPS),
+            Form::Split => (1, SPLIT_WARPS),
+            Form::SplitDense(warps) => (1, warps),
             Form::Whole(cluster) => (cluster, WHOLE_WARPS),
         }
     }
@@ -162,7 +169,8 @@ impl DecodeVariant {
                 // Multiprocessors that are one short of a cluster stay empty.
                 (Form::Whole(4), ..) => return num_sms * 3 / 4,
                 (Form::Whole(_), ..) => 1,
-                (Form::SplitDense, ..) | (_, 64 | 80, 8) => 4,
+                (Form::SplitDense(warps), ..) => DENSE_WARPS / warps,
+                (_, 64 | 80, 8) => 4,
                 (_, 96 | 128, 8) | (_, 64 | 80 | 96, _) => 3,
                 _ => 2,
             }
@@ -186,7 +194,7 @@ impl DecodeVariant {
 
     /// `sizeof(DecodeShared)`: q, the warps' (max, sum) and outputs, weights, those of a cluster twice, a flag.
     pub(crate) fn shared_bytes(&self) -> u32 {
-        let q = self.heads * (self.head_dim / 2 + 16) * 4;
+        let q = self.heads * (self.head_dim / 2 + 16) * 4 + self.heads * self.head_dim * 2;
         let (cluster, warps) = self.unit();
         let max_sum = warps * self.heads * 8;
         let out = warps * self.heads * (self.head_dim + 4) * 4;
