@@ -6,6 +6,7 @@ pub(crate) mod attention_decode;
 pub(crate) mod attention_plan;
 pub(crate) mod attention_prefill;
 pub(crate) mod decode_forms;
+pub(crate) mod linear_big;
 pub(crate) mod linear_mid;
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;
