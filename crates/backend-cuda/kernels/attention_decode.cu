@@ -31,14 +31,20 @@ template <int E, int HEADS, int CLUSTER> struct Gathered {
 };
 template <int E, int HEADS> struct Gathered<E, HEADS, 1> {};
 
+/// Results of a thread block's warps; a single one writes its own from registers.
+template <int E, int HEADS, int WARPS> struct Published {
+    static constexpr int O_STRIDE = E + 4;
+    float2 max_sum[WARPS][HEADS];
+    alignas(16) float o[WARPS][HEADS * O_STRIDE];
+};
+template <int E, int HEADS> struct Published<E, HEADS, 1> {};
+
 /// Shared memory of a thread block; `HEADS` columns, `WARPS` partial results.
 template <int E, int NT, int WARPS, int CLUSTER> struct DecodeShared {
     static constexpr int HEADS = NT * 8;
-    static constexpr int O_STRIDE = E + 4;
     alignas(16) uint32_t q[HEADS * (E / 2 + 16)];
     uint4 q_asked[NT * E];
-    float2 max_sum[WARPS][HEADS];
-    alignas(16) float o[WARPS][HEADS * O_STRIDE];
+    Published<E, HEADS, WARPS> published;
     float2 weight[HEADS];
     Gathered<E, HEADS, CLUSTER> gathered;
     bool is_last;
@@ -70,14 +76,15 @@ template <int E, int NT, int WARPS, int CLUSTER>
 __device__ __forceinline__ void ask_for_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
     if (p.q_type == ACT_F32) return;
     each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
-        copy16_if(shared_address(&sh.q_asked[part]), static_cast<const uint16_t*>(p.q) + (head < heads ? at : 0), head < heads);
+        copy16_async(shared_address(&sh.q_asked[part]), static_cast<const uint16_t*>(p.q) + (head < heads ? at : 0), head < heads);
     });
+    commit_copies();
 }
 
 /// The query heads that were asked for, to where `scores` reads them. A thread converts what it asked for itself.
 template <class T, int E, int NT, int WARPS, int CLUSTER>
 __device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    await_copies<0>();
     each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
         uint4 x = make_uint4(0, 0, 0, 0);
         if (p.q_type != ACT_F32) {
@@ -91,23 +98,28 @@ __device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh,
     });
 }
 
+/// Of what each lane has summed over its own tokens.
+__device__ __forceinline__ float sum_over_groups(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    return sum;
+}
+
 template <int E, int NT, int WARPS, int CLUSTER>
 __device__ __forceinline__ void publish(DecodeShared<E, NT, WARPS, CLUSTER>& sh, WarpState<E, NT>& st, int heads, int warp, int g, int c) {
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float sum = st.sum[n][h];
-            sum += __shfl_xor_sync(~0u, sum, 4);
-            sum += __shfl_xor_sync(~0u, sum, 8);
-            sum += __shfl_xor_sync(~0u, sum, 16);
+            const float sum = sum_over_groups(st.sum[n][h]);
             int head = n * 8 + 2 * c + h;
             if (head >= heads) continue;
-            if (g == 0) sh.max_sum[warp][head] = make_float2(st.max[n][h], sum);
+            if (g == 0) sh.published.max_sum[warp][head] = make_float2(st.max[n][h], sum);
 #pragma unroll
             for (int d = 0; d < E / 16; ++d) {
                 float2 pair = make_float2(st.o[n][d][h], st.o[n][d][h + 2]);
-                *reinterpret_cast<float2*>(&sh.o[warp][head * DecodeShared<E, NT, WARPS, CLUSTER>::O_STRIDE + dim_of<E>(d, g)]) = pair;
+                *reinterpret_cast<float2*>(&sh.published.o[warp][head * Published<E, NT * 8, WARPS>::O_STRIDE + dim_of<E>(d, g)]) = pair;
             }
         }
     }
@@ -221,17 +233,36 @@ __device__ __forceinline__ void store_piece(const DecodeParams& p, const DecodeP
     }
 }
 
+/// The result of a finished piece that one warp has had to itself, straight from its registers.
+template <int E, int NT>
+__device__ __forceinline__ void finish_alone(const WarpState<E, NT>& st, const DecodeParams& p, const DecodePiece& piece, int head0, int heads, int g, int c) {
+    static_assert(E % 64 == 0, "8 neighbouring dims a lane: see `dim_of`");
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float2 total = make_float2(st.max[n][h], sum_over_groups(st.sum[n][h]));
+            const int head = n * 8 + 2 * c + h;
+            if (head >= heads) continue;
+#pragma unroll
+            for (int d = 0; d < E / 16; d += 2) {
+                const float4 part = make_float4(st.o[n][d][h], st.o[n][d][h + 2], st.o[n][d + 1][h], st.o[n][d + 1][h + 2]);
+                store_piece<E>(p, piece, head0 + head, dim_of<E>(d, g), part, total);
+            }
+        }
+    }
+}
+
 /// Merges the warps' results of a finished piece, of all thread blocks that had part in it (`rank` in their cluster),
 /// and writes the output or the piece's slot.
 template <int E, int NT, int WARPS, int CLUSTER>
 __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, const DecodePiece& piece,
                                              int head0, int heads, uint32_t rank, uint32_t turn) {
-    using Shared = DecodeShared<E, NT, WARPS, CLUSTER>;
     for (int i = threadIdx.x; i < heads * (E / 4); i += WARPS * 32) {
         const int head = i / (E / 4), d = (i % (E / 4)) * 4;
         float2 total;
-        const float4 acc = merge_outputs<WARPS>(total, [&](int w) { return sh.max_sum[w][head]; }, [&](int w) {
-            return *reinterpret_cast<const float4*>(&sh.o[w][head * Shared::O_STRIDE + d]);
+        const float4 acc = merge_outputs<WARPS>(total, [&](int w) { return sh.published.max_sum[w][head]; }, [&](int w) {
+            return *reinterpret_cast<const float4*>(&sh.published.o[w][head * Published<E, NT * 8, WARPS>::O_STRIDE + d]);
         });
         if constexpr (CLUSTER > 1) {
             store_to_rank(&sh.gathered.o[turn % 2][rank][head * E + d], 0, acc);
@@ -253,7 +284,11 @@ __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS, CLUSTER>
             store_piece<E>(p, piece, head0 + head, d, acc, total);
         }
     }
-    if (piece.num_slots == 1) return;
+}
+
+/// Counts a piece that left its result in a slot: the last of a sequence combines them.
+template <int E, int NT, int WARPS, int CLUSTER>
+__device__ __forceinline__ void arrive(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, const DecodePiece& piece, int head0, int heads) {
     // The barrier and then one thread's release at the device's scope publish all threads' stores.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -357,9 +392,14 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
             accumulate<T, E, NT>(st, r, s);
             if (more) load_v();
         }
-        publish(sh, st, heads, warp, g, c);
-        __syncthreads();
-        finish_piece(sh, p, piece, head0, heads, rank, index);
+        if constexpr (WARPS * CLUSTER == 1) {
+            finish_alone(st, p, piece, head0, heads, g, c);
+        } else {
+            publish(sh, st, heads, warp, g, c);
+            __syncthreads();
+            finish_piece(sh, p, piece, head0, heads, rank, index);
+        }
+        if (piece.num_slots > 1 && rank == 0) arrive(sh, p, piece, head0, heads);
         if (!goes_on) break;
         piece = p.pieces[++index];
     }
@@ -385,7 +425,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
 #endif
 
 // Names: element type of the cache, head size, heads of a KV head one thread block takes; then the form: split
-// sequences, split with more thread blocks of fewer registers, or whole ones by so many thread blocks.
+// sequences, split with 16 warps a multiprocessor in thread blocks of so many, or whole ones by so many thread blocks.
 // Resident thread blocks and warps are those of `src/kernels/attention_decode.rs`.
 constexpr int SPLIT_WARPS = 4, WHOLE_WARPS = 8;
 #define WHOLE_KERNELS(name, T, E)                                                                                   \
@@ -403,6 +443,8 @@ constexpr int SPLIT_WARPS = 4, WHOLE_WARPS = 8;
     DECODE_KERNEL(name##_e80_h16, T, 80, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e96_h16, T, 96, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e128_h16, T, 128, 2, SPLIT_WARPS, 2)                                                       \
+    DECODE_KERNEL(name##_e64_h8_dense2, T, 64, 1, 2, 8)                                                             \
+    DECODE_KERNEL(name##_e64_h8_dense1, T, 64, 1, 1, 16)                                                            \
     DECODE_KERNEL(name##_e128_h8_dense4, T, 128, 1, 4, 4)                                                           \
     DECODE_KERNEL(name##_e128_h8_dense2, T, 128, 1, 2, 8)                                                           \
     DECODE_KERNEL(name##_e128_h8_dense1, T, 128, 1, 1, 16)                                                          \

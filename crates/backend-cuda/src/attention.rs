@@ -215,7 +215,8 @@ impl AttentionOps {
             decode: DecodeVariant::all(is_hopper)
                 .into_iter()
                 .map(|variant| {
-                    Ok((variant, Function(kernels.get_with_shared(&variant.name(), variant.shared_bytes())?)))
+                    let (name, shared, percent) = (variant.name(), variant.shared_bytes(), variant.shared_percent());
+                    Ok((variant, Function(kernels.get_with_carveout(&name, shared, percent)?)))
                 })
                 .collect::<Result<_, BackendError>>()?,
             prefill: PrefillVariant::all(is_hopper)
@@ -368,7 +369,6 @@ impl AttentionOps {
         // plan for so many thread blocks. Ahead of its wait the kernel reads the plan, tables, and keys of earlier
         // steps. Those were there before the kernel that precedes it could start: a kernel starts, or lets its
         // successor start, only when all before it are done.
-        if std::env::var("PMX_PLAIN").is_ok() && place.units > 16 { return unsafe { self.device.launch(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }; }
         unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
     }
 

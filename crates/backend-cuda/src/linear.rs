@@ -223,7 +223,10 @@ impl LinearOps {
         }
         let small = LinearVariant::ALL
             .into_iter()
-            .map(|variant| Ok((variant, Function(kernels.get(&variant.name())?))))
+            .map(|variant| {
+                let percent = Some(variant.shared_percent());
+                Ok((variant, Function(kernels.get_with_carveout(&variant.name(), 0, percent)?)))
+            })
             .collect::<Result<_, BackendError>>()?;
         Ok(Self {
             device: Arc::clone(device),
