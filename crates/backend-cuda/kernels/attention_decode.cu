@@ -52,13 +52,6 @@ template <int E, int NT, int WARPS, int CLUSTER> struct DecodeShared {
 static_assert(sizeof(DecodeShared<128, 1, 4, 1>) == 21840 && sizeof(DecodeShared<128, 1, 8, 4>) == 72272,
               "src/kernels/attention_decode.rs counts the same bytes");
 
-/// Two elements of q in the cache's type.
-template <class T> __device__ __forceinline__ uint32_t in_cache_type(uint32_t pair, uint32_t q_type) {
-    if (q_type == ACT_BF16 && !T::IS_BF16) return T::pack(Bf16::low(pair), Bf16::high(pair));
-    if (q_type == ACT_F16 && T::IS_BF16) return T::pack(F16::low(pair), F16::high(pair));
-    return pair;
-}
-
 /// `each(part, head, at)` for the parts (8 elements) of a piece's query heads that are this thread's: part `part` of
 /// the thread block's, of its head `head`, at `at` in q.
 template <int E, int NT, int WARPS, class Each>
@@ -87,13 +80,8 @@ __device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh,
     await_copies<0>();
     each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
         uint4 x = make_uint4(0, 0, 0, 0);
-        if (p.q_type != ACT_F32) {
-            const uint4 asked = sh.q_asked[part];
-            x = make_uint4(in_cache_type<T>(asked.x, p.q_type), in_cache_type<T>(asked.y, p.q_type), in_cache_type<T>(asked.z, p.q_type), in_cache_type<T>(asked.w, p.q_type));
-        } else if (head < heads) {
-            const float* from = static_cast<const float*>(p.q) + at;
-            x = make_uint4(T::pack(from[0], from[1]), T::pack(from[2], from[3]), T::pack(from[4], from[5]), T::pack(from[6], from[7]));
-        }
+        if (p.q_type != ACT_F32) x = eight_as<T>(sh.q_asked[part], p.q_type);
+        else if (head < heads) x = eight_f32_as<T>(static_cast<const float*>(p.q) + at);
         *reinterpret_cast<uint4*>(&sh.q[head * (E / 2 + 16) + part % (E / 8) * 4]) = x;
     });
 }
