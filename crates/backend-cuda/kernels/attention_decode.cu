@@ -31,60 +31,67 @@ template <int E, int HEADS, int CLUSTER> struct Gathered {
 };
 template <int E, int HEADS> struct Gathered<E, HEADS, 1> {};
 
+/// Results of a thread block's warps; a single one writes its own from registers.
+template <int E, int HEADS, int WARPS> struct Published {
+    static constexpr int O_STRIDE = E + 4;
+    float2 max_sum[WARPS][HEADS];
+    alignas(16) float o[WARPS][HEADS * O_STRIDE];
+};
+template <int E, int HEADS> struct Published<E, HEADS, 1> {};
+
 /// Shared memory of a thread block; `HEADS` columns, `WARPS` partial results.
 template <int E, int NT, int WARPS, int CLUSTER> struct DecodeShared {
     static constexpr int HEADS = NT * 8;
-    static constexpr int O_STRIDE = E + 4;
     alignas(16) uint32_t q[HEADS * (E / 2 + 16)];
-    float2 max_sum[WARPS][HEADS];
-    alignas(16) float o[WARPS][HEADS * O_STRIDE];
+    uint4 q_asked[NT * E];
+    Published<E, HEADS, WARPS> published;
     float2 weight[HEADS];
     Gathered<E, HEADS, CLUSTER> gathered;
     bool is_last;
 };
-static_assert(sizeof(DecodeShared<128, 1, 4, 1>) == 19792 && sizeof(DecodeShared<128, 1, 8, 4>) == 70224,
+static_assert(sizeof(DecodeShared<128, 1, 4, 1>) == 21840 && sizeof(DecodeShared<128, 1, 8, 4>) == 72272,
               "src/kernels/attention_decode.rs counts the same bytes");
 
-/// A thread's part of a piece's query heads, as it lies in memory (f32 already packed): 8 elements at a time.
-template <int E, int NT, int WARPS> struct QueryRegisters {
-    static constexpr int COUNT = (NT * E + WARPS * 32 - 1) / (WARPS * 32);
-    uint4 part[COUNT];
-};
-
-template <class T, int E, int NT, int WARPS>
-__device__ __forceinline__ void load_q(QueryRegisters<E, NT, WARPS>& q, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
+/// `each(part, head, at)` for the parts (8 elements) of a piece's query heads that are this thread's: part `part` of
+/// the thread block's, of its head `head`, at `at` in q.
+template <int E, int NT, int WARPS, class Each>
+__device__ __forceinline__ void each_q_part(const DecodeParams& p, uint32_t q_row, int head0, Each each) {
 #pragma unroll
-    for (int i = 0; i < QueryRegisters<E, NT, WARPS>::COUNT; ++i) {
-        const int part = threadIdx.x + i * WARPS * 32, head = part / (E / 8), e = part % (E / 8) * 8;
-        const size_t at = static_cast<size_t>(q_row) * p.q_stride + (head0 + head) * E + e;
-        if (p.q_type != ACT_F32) {
-            q.part[i] = cached16_if(static_cast<const uint16_t*>(p.q) + at, head < heads);
-        } else if (head < heads) {
-            const float* from = static_cast<const float*>(p.q) + at;
-            q.part[i] = make_uint4(T::pack(from[0], from[1]), T::pack(from[2], from[3]), T::pack(from[4], from[5]), T::pack(from[6], from[7]));
-        } else {
-            q.part[i] = make_uint4(0, 0, 0, 0);
-        }
+    for (int part = threadIdx.x; part < NT * E; part += WARPS * 32) {
+        const int head = part / (E / 8);
+        each(part, head, static_cast<size_t>(q_row) * p.q_stride + (head0 + head) * E + part % (E / 8) * 8);
     }
 }
 
-/// Two elements of q in the cache's type.
-template <class T> __device__ __forceinline__ uint32_t in_cache_type(uint32_t pair, uint32_t q_type) {
-    if (q_type == ACT_BF16 && !T::IS_BF16) return T::pack(Bf16::low(pair), Bf16::high(pair));
-    if (q_type == ACT_F16 && T::IS_BF16) return T::pack(F16::low(pair), F16::high(pair));
-    return pair;
+/// Asks for a piece's query heads: they are on their way, without a register, until `stage_q`. Those of f32 are fetched
+/// there.
+template <int E, int NT, int WARPS, int CLUSTER>
+__device__ __forceinline__ void ask_for_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
+    if (p.q_type == ACT_F32) return;
+    each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
+        copy16_async(shared_address(&sh.q_asked[part]), static_cast<const uint16_t*>(p.q) + (head < heads ? at : 0), head < heads);
+    });
+    commit_copies();
 }
 
+/// The query heads that were asked for, to where `scores` reads them. A thread converts what it asked for itself.
 template <class T, int E, int NT, int WARPS, int CLUSTER>
-__device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const QueryRegisters<E, NT, WARPS>& q, uint32_t q_type) {
-#pragma unroll
-    for (int i = 0; i < QueryRegisters<E, NT, WARPS>::COUNT; ++i) {
-        const int part = threadIdx.x + i * WARPS * 32, head = part / (E / 8), word = part % (E / 8) * 4;
-        if (head >= NT * 8) break;
-        const uint4 x = q.part[i];
-        *reinterpret_cast<uint4*>(&sh.q[head * (E / 2 + 16) + word]) =
-            make_uint4(in_cache_type<T>(x.x, q_type), in_cache_type<T>(x.y, q_type), in_cache_type<T>(x.z, q_type), in_cache_type<T>(x.w, q_type));
-    }
+__device__ __forceinline__ void stage_q(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, uint32_t q_row, int head0, int heads) {
+    await_copies<0>();
+    each_q_part<E, NT, WARPS>(p, q_row, head0, [&](int part, int head, size_t at) {
+        uint4 x = make_uint4(0, 0, 0, 0);
+        if (p.q_type != ACT_F32) x = eight_as<T>(sh.q_asked[part], p.q_type);
+        else if (head < heads) x = eight_f32_as<T>(static_cast<const float*>(p.q) + at);
+        *reinterpret_cast<uint4*>(&sh.q[head * (E / 2 + 16) + part % (E / 8) * 4]) = x;
+    });
+}
+
+/// Of what each lane has summed over its own tokens.
+__device__ __forceinline__ float sum_over_groups(float sum) {
+    sum += __shfl_xor_sync(~0u, sum, 4);
+    sum += __shfl_xor_sync(~0u, sum, 8);
+    sum += __shfl_xor_sync(~0u, sum, 16);
+    return sum;
 }
 
 template <int E, int NT, int WARPS, int CLUSTER>
@@ -93,17 +100,14 @@ __device__ __forceinline__ void publish(DecodeShared<E, NT, WARPS, CLUSTER>& sh,
     for (int n = 0; n < NT; ++n) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            float sum = st.sum[n][h];
-            sum += __shfl_xor_sync(~0u, sum, 4);
-            sum += __shfl_xor_sync(~0u, sum, 8);
-            sum += __shfl_xor_sync(~0u, sum, 16);
+            const float sum = sum_over_groups(st.sum[n][h]);
             int head = n * 8 + 2 * c + h;
             if (head >= heads) continue;
-            if (g == 0) sh.max_sum[warp][head] = make_float2(st.max[n][h], sum);
+            if (g == 0) sh.published.max_sum[warp][head] = make_float2(st.max[n][h], sum);
 #pragma unroll
             for (int d = 0; d < E / 16; ++d) {
                 float2 pair = make_float2(st.o[n][d][h], st.o[n][d][h + 2]);
-                *reinterpret_cast<float2*>(&sh.o[warp][head * DecodeShared<E, NT, WARPS, CLUSTER>::O_STRIDE + dim_of<E>(d, g)]) = pair;
+                *reinterpret_cast<float2*>(&sh.published.o[warp][head * Published<E, NT * 8, WARPS>::O_STRIDE + dim_of<E>(d, g)]) = pair;
             }
         }
     }
@@ -217,17 +221,36 @@ __device__ __forceinline__ void store_piece(const DecodeParams& p, const DecodeP
     }
 }
 
+/// The result of a finished piece that one warp has had to itself, straight from its registers.
+template <int E, int NT>
+__device__ __forceinline__ void finish_alone(const WarpState<E, NT>& st, const DecodeParams& p, const DecodePiece& piece, int head0, int heads, int g, int c) {
+    static_assert(E % 64 == 0, "8 neighbouring dims a lane: see `dim_of`");
+#pragma unroll
+    for (int n = 0; n < NT; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float2 total = make_float2(st.max[n][h], sum_over_groups(st.sum[n][h]));
+            const int head = n * 8 + 2 * c + h;
+            if (head >= heads) continue;
+#pragma unroll
+            for (int d = 0; d < E / 16; d += 2) {
+                const float4 part = make_float4(st.o[n][d][h], st.o[n][d][h + 2], st.o[n][d + 1][h], st.o[n][d + 1][h + 2]);
+                store_piece<E>(p, piece, head0 + head, dim_of<E>(d, g), part, total);
+            }
+        }
+    }
+}
+
 /// Merges the warps' results of a finished piece, of all thread blocks that had part in it (`rank` in their cluster),
 /// and writes the output or the piece's slot.
 template <int E, int NT, int WARPS, int CLUSTER>
 __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, const DecodePiece& piece,
                                              int head0, int heads, uint32_t rank, uint32_t turn) {
-    using Shared = DecodeShared<E, NT, WARPS, CLUSTER>;
     for (int i = threadIdx.x; i < heads * (E / 4); i += WARPS * 32) {
         const int head = i / (E / 4), d = (i % (E / 4)) * 4;
         float2 total;
-        const float4 acc = merge_outputs<WARPS>(total, [&](int w) { return sh.max_sum[w][head]; }, [&](int w) {
-            return *reinterpret_cast<const float4*>(&sh.o[w][head * Shared::O_STRIDE + d]);
+        const float4 acc = merge_outputs<WARPS>(total, [&](int w) { return sh.published.max_sum[w][head]; }, [&](int w) {
+            return *reinterpret_cast<const float4*>(&sh.published.o[w][head * Published<E, NT * 8, WARPS>::O_STRIDE + d]);
         });
         if constexpr (CLUSTER > 1) {
             store_to_rank(&sh.gathered.o[turn % 2][rank][head * E + d], 0, acc);
@@ -249,7 +272,11 @@ __device__ __forceinline__ void finish_piece(DecodeShared<E, NT, WARPS, CLUSTER>
             store_piece<E>(p, piece, head0 + head, d, acc, total);
         }
     }
-    if (piece.num_slots == 1) return;
+}
+
+/// Counts a piece that left its result in a slot: the last of a sequence combines them.
+template <int E, int NT, int WARPS, int CLUSTER>
+__device__ __forceinline__ void arrive(DecodeShared<E, NT, WARPS, CLUSTER>& sh, const DecodeParams& p, const DecodePiece& piece, int head0, int heads) {
     // The barrier and then one thread's release at the device's scope publish all threads' stores.
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -316,8 +343,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
     if constexpr (CLUSTER > 1) cluster_arrive();
     wait_for_previous_kernel();
     release_next_kernel();
-    QueryRegisters<E, NT, WARPS> q;
-    load_q<T>(q, p, piece.q_row, head0, heads);
+    ask_for_q(sh, p, piece.q_row, head0, heads);
     if (any) {
         if (!early) load_k(), load_v();
         advance<STRIDE>(cur, piece_end, turn_of_warp, p);
@@ -327,7 +353,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
 
     for (uint32_t index = piece_begin;;) {
         const uint32_t first = p.window != 0 && piece.kv_len > p.window ? piece.kv_len - p.window : 0;
-        stage_q<T>(sh, q, p.q_type);
+        stage_q<T>(sh, p, piece.q_row, head0, heads);
         WarpState<E, NT> st;
 #pragma unroll
         for (int n = 0; n < NT; ++n) {
@@ -338,7 +364,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
         }
         __syncthreads();
         const bool goes_on = index + 1 < piece_end;
-        if (goes_on) load_q<T>(q, p, p.pieces[index + 1].q_row, head0, heads);
+        if (goes_on) ask_for_q(sh, p, p.pieces[index + 1].q_row, head0, heads);
         for (uint32_t tile = piece.tile_begin + turn_of_warp; tile < piece.tile_end; tile += STRIDE) {
             float s[NT][4];
             scores<T, E, NT>(s, r, sh.q, g, c);
@@ -354,9 +380,14 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
             accumulate<T, E, NT>(st, r, s);
             if (more) load_v();
         }
-        publish(sh, st, heads, warp, g, c);
-        __syncthreads();
-        finish_piece(sh, p, piece, head0, heads, rank, index);
+        if constexpr (WARPS * CLUSTER == 1) {
+            finish_alone(st, p, piece, head0, heads, g, c);
+        } else {
+            publish(sh, st, heads, warp, g, c);
+            __syncthreads();
+            finish_piece(sh, p, piece, head0, heads, rank, index);
+        }
+        if (piece.num_slots > 1 && rank == 0) arrive(sh, p, piece, head0, heads);
         if (!goes_on) break;
         piece = p.pieces[++index];
     }
@@ -382,7 +413,7 @@ __device__ __forceinline__ void attention_decode(const DecodeParams& p) {
 #endif
 
 // Names: element type of the cache, head size, heads of a KV head one thread block takes; then the form: split
-// sequences, split with more thread blocks of fewer registers, or whole ones by so many thread blocks.
+// sequences, split with 16 warps a multiprocessor in thread blocks of so many, or whole ones by so many thread blocks.
 // Resident thread blocks and warps are those of `src/kernels/attention_decode.rs`.
 constexpr int SPLIT_WARPS = 4, WHOLE_WARPS = 8;
 #define WHOLE_KERNELS(name, T, E)                                                                                   \
@@ -400,7 +431,11 @@ constexpr int SPLIT_WARPS = 4, WHOLE_WARPS = 8;
     DECODE_KERNEL(name##_e80_h16, T, 80, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e96_h16, T, 96, 2, SPLIT_WARPS, 3)                                                         \
     DECODE_KERNEL(name##_e128_h16, T, 128, 2, SPLIT_WARPS, 2)                                                       \
-    DECODE_KERNEL(name##_e128_h8_dense, T, 128, 1, SPLIT_WARPS, 4)                                                  \
+    DECODE_KERNEL(name##_e64_h8_dense2, T, 64, 1, 2, 8)                                                             \
+    DECODE_KERNEL(name##_e64_h8_dense1, T, 64, 1, 1, 16)                                                            \
+    DECODE_KERNEL(name##_e128_h8_dense4, T, 128, 1, 4, 4)                                                           \
+    DECODE_KERNEL(name##_e128_h8_dense2, T, 128, 1, 2, 8)                                                           \
+    DECODE_KERNEL(name##_e128_h8_dense1, T, 128, 1, 1, 16)                                                          \
     WHOLE_KERNELS(name##_e64_h8, T, 64)                                                                             \
     WHOLE_KERNELS(name##_e128_h8, T, 128)                                                                           \
     WHOLE_KERNELS(name##_e256_h8, T, 256)
@@ -408,6 +443,8 @@ DECODE_KERNELS(bf16, Bf16)
 DECODE_KERNELS(f16, F16)
 #else
 DECODE_KERNEL(bf16_e128_h8, Bf16, 128, 1, SPLIT_WARPS, 3)
-DECODE_KERNEL(bf16_e128_h8_dense, Bf16, 128, 1, SPLIT_WARPS, 4)
+DECODE_KERNEL(bf16_e128_h8_dense4, Bf16, 128, 1, 4, 4)
+DECODE_KERNEL(bf16_e128_h8_dense2, Bf16, 128, 1, 2, 8)
+DECODE_KERNEL(bf16_e128_h8_dense1, Bf16, 128, 1, 1, 16)
 WHOLE_KERNELS(bf16_e128_h8, Bf16, 128)
 #endif

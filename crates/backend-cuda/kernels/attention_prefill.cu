@@ -86,32 +86,24 @@ template <int E> __device__ __forceinline__ void feed(PrefillShared<E>& sh, cons
     }
 }
 
-/// Brings a tile's query rows into shared memory as cache-type elements, swizzled.
+/// Brings a tile's query rows into shared memory as cache-type elements, swizzled. All are on their way at once.
 template <class T, int E>
 __device__ __forceinline__ void stage_q(unsigned char* to, const PrefillParams& p, const Work& w, int thread) {
-    const bool as_is = p.q_type == (T::IS_BF16 ? ACT_BF16 : ACT_F16);
+    auto place = [&](int i) {
+        const int row = i / (E / 8), chunk = i % (E / 8);
+        return to + (chunk / 8) * TILE_ROWS * 128 + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
+    };
 #pragma unroll 2
     for (int i = thread; i < TILE_ROWS * (E / 8); i += Q_THREADS) {
-        const int row = i / (E / 8), chunk = i % (E / 8);
-        const uint32_t packed_row = w.tile.first + row, token = packed_row / w.group, head = packed_row % w.group;
+        const uint32_t packed_row = w.tile.first + i / (E / 8), token = packed_row / w.group, head = packed_row % w.group;
         const bool wanted = token < w.tile.q_len;
-        const size_t at = static_cast<size_t>(w.tile.q_row + (wanted ? token : 0)) * p.q_stride + (w.kv_head * w.group + head) * E + chunk * 8;
-        unsigned char* place = to + (chunk / 8) * TILE_ROWS * 128 + row * 128 + ((chunk % 8) ^ (row % 8)) * 16;
-        if (as_is) {
-            copy16_async(shared_address(place), static_cast<const typename T::Element*>(p.q) + at, wanted);
-            continue;
-        }
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (wanted) {
-            x.x = T::pack(load_activation(p.q, at, p.q_type), load_activation(p.q, at + 1, p.q_type));
-            x.y = T::pack(load_activation(p.q, at + 2, p.q_type), load_activation(p.q, at + 3, p.q_type));
-            x.z = T::pack(load_activation(p.q, at + 4, p.q_type), load_activation(p.q, at + 5, p.q_type));
-            x.w = T::pack(load_activation(p.q, at + 6, p.q_type), load_activation(p.q, at + 7, p.q_type));
-        }
-        *reinterpret_cast<uint4*>(place) = x;
+        const size_t at = static_cast<size_t>(w.tile.q_row + (wanted ? token : 0)) * p.q_stride + (w.kv_head * w.group + head) * E + i % (E / 8) * 8;
+        ask_for_q<T>(place(i), p, at, wanted);
     }
     commit_copies();
     await_copies<0>();
+#pragma unroll 2
+    for (int i = thread; i < TILE_ROWS * (E / 8); i += Q_THREADS) turn_q<T>(place(i), p.q_type);
 }
 
 /// Clears V rows [begin, end) of a stage; every warpgroup clears all of them before its own products.

@@ -20,20 +20,16 @@ template <int E> __host__ __device__ constexpr int any_row_bytes() { return E * 
 /// Dynamic shared memory of a thread block.
 template <int E> constexpr size_t any_shared_bytes() { return size_t(ANY_ROWS + 4 * any_keys<E>()) * any_row_bytes<E>(); }
 
-template <class T, int E>
-__device__ __forceinline__ void stage_q_any(unsigned char* to, const PrefillParams& p, const PrefillWork<ANY_ROWS, any_keys<E>()>& w) {
+/// `each(place, at, wanted)` for this thread's parts of the query rows, 8 elements each.
+template <int E, class Each>
+__device__ __forceinline__ void each_q_part(unsigned char* to, const PrefillParams& p, const PrefillWork<ANY_ROWS, any_keys<E>()>& w, Each each) {
+#pragma unroll 4
     for (int i = threadIdx.x; i < ANY_ROWS * (E / 8); i += ANY_THREADS) {
         const int row = i / (E / 8), chunk = i % (E / 8);
         const uint32_t packed_row = w.tile.first + row, token = packed_row / w.group, head = packed_row % w.group;
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (token < w.tile.q_len) {
-            const size_t at = static_cast<size_t>(w.tile.q_row + token) * p.q_stride + (w.kv_head * w.group + head) * E + chunk * 8;
-            float f[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) f[e] = load_activation(p.q, at + e, p.q_type);
-            x = make_uint4(T::pack(f[0], f[1]), T::pack(f[2], f[3]), T::pack(f[4], f[5]), T::pack(f[6], f[7]));
-        }
-        *reinterpret_cast<uint4*>(to + row * any_row_bytes<E>() + chunk * 16) = x;
+        const bool wanted = token < w.tile.q_len;
+        const size_t at = static_cast<size_t>(w.tile.q_row + (wanted ? token : 0)) * p.q_stride + (w.kv_head * w.group + head) * E + chunk * 8;
+        each(to + row * any_row_bytes<E>() + chunk * 16, at, wanted);
     }
 }
 
@@ -131,8 +127,11 @@ template <class T, int E> __device__ __forceinline__ void attention_prefill_any(
     release_next_kernel();
     const PrefillWork<ANY_ROWS, KEYS> w(p, blockIdx.x);
     int step = w.step_end - 1, stage = 0;
+    each_q_part<E>(shared_bytes, p, w, [&](unsigned char* place, size_t at, bool wanted) { ask_for_q<T>(place, p, at, wanted); });
+    commit_copies();
     request_step<E>(k_stage(0), k_stage(0) + KEYS * ROW, p, w, step);
-    stage_q_any<T, E>(shared_bytes, p, w);
+    await_copies<1>();
+    each_q_part<E>(shared_bytes, p, w, [&](unsigned char* place, size_t, bool) { turn_q<T>(place, p.q_type); });
 
     const int row0 = warp * 16 + g, pos[2] = {w.position(row0), w.position(row0 + 8)};
     const int pos_first = w.position(warp * 16), pos_last = w.position(warp * 16 + 15);

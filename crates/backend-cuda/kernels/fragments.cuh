@@ -71,6 +71,24 @@ __device__ __forceinline__ float load_activation(const void* base, size_t idx, u
     return __bfloat162float(static_cast<const __nv_bfloat16*>(base)[idx]);
 }
 
+/// Two 16-bit elements of an activation buffer as elements of T.
+template <class T> __device__ __forceinline__ uint32_t pair_as(uint32_t pair, uint32_t type) {
+    if (type == ACT_BF16 && !T::IS_BF16) return T::pack(Bf16::low(pair), Bf16::high(pair));
+    if (type == ACT_F16 && T::IS_BF16) return T::pack(F16::low(pair), F16::high(pair));
+    return pair;
+}
+
+/// The same of eight.
+template <class T> __device__ __forceinline__ uint4 eight_as(uint4 x, uint32_t type) {
+    return make_uint4(pair_as<T>(x.x, type), pair_as<T>(x.y, type), pair_as<T>(x.z, type), pair_as<T>(x.w, type));
+}
+
+/// Eight f32 elements of an activation buffer as elements of T; 16 bytes each.
+template <class T> __device__ __forceinline__ uint4 eight_f32_as(const float* from) {
+    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + 4);
+    return make_uint4(T::pack(a.x, a.y), T::pack(a.z, a.w), T::pack(b.x, b.y), T::pack(b.z, b.w));
+}
+
 /// Stores f32 `x` as element `idx` of an activation buffer.
 __device__ __forceinline__ void store_activation(void* base, size_t idx, uint32_t type, float x) {
     if (type == ACT_F32) static_cast<float*>(base)[idx] = x;

@@ -60,6 +60,19 @@ template <int ROWS, int KEYS> struct PrefillWork {
     __device__ __forceinline__ int position(int r) const { return tile.kv_len - tile.q_len + (tile.first + r) / group; }
 };
 
+/// Asks for 8 elements of q from `at` on (an address, also where they are not `wanted`: zeros). Elements of 16 bits come as
+/// they are, without a register, and `turn_q` makes them the cache's; those of f32 are fetched at once.
+template <class T> __device__ __forceinline__ void ask_for_q(unsigned char* place, const PrefillParams& p, size_t at, bool wanted) {
+    if (p.q_type != ACT_F32) return copy16_async(shared_address(place), static_cast<const uint16_t*>(p.q) + at, wanted);
+    *reinterpret_cast<uint4*>(place) = wanted ? eight_f32_as<T>(static_cast<const float*>(p.q) + at) : make_uint4(0, 0, 0, 0);
+}
+
+/// What the same thread has asked for, once it has come, in the cache's type.
+template <class T> __device__ __forceinline__ void turn_q(unsigned char* place, uint32_t q_type) {
+    if (q_type == ACT_F32 || q_type == (T::IS_BF16 ? ACT_BF16 : ACT_F16)) return;
+    *reinterpret_cast<uint4*>(place) = eight_as<T>(*reinterpret_cast<uint4*>(place), q_type);
+}
+
 /// Running softmax of a thread's two rows (g and g + 8 of its warp's 16).
 struct RowState {
     float max[2] = {-INFINITY, -INFINITY}; // in powers of two

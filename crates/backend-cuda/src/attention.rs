@@ -215,7 +215,8 @@ impl AttentionOps {
             decode: DecodeVariant::all(is_hopper)
                 .into_iter()
                 .map(|variant| {
-                    Ok((variant, Function(kernels.get_with_shared(&variant.name(), variant.shared_bytes())?)))
+                    let (name, shared, percent) = (variant.name(), variant.shared_bytes(), variant.shared_percent());
+                    Ok((variant, Function(kernels.get_with_carveout(&name, shared, percent)?)))
                 })
                 .collect::<Result<_, BackendError>>()?,
             prefill: PrefillVariant::all(is_hopper)

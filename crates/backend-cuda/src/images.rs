@@ -122,6 +122,26 @@ impl Kernels {
         Ok(function)
     }
 
+    /// As [`Self::get_with_shared`], of a kernel that wants `percent` of a multiprocessor's memory as shared memory and
+    /// the rest as L1 cache.
+    pub(crate) fn get_with_carveout(
+        &self,
+        name: &str,
+        shared_bytes: u32,
+        percent: Option<u32>,
+    ) -> Result<sys::CUfunction, BackendError> {
+        let function = self.get_with_shared(name, shared_bytes)?;
+        if let Some(percent) = percent {
+            let carveout = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
+            self.device.bind()?;
+            // SAFETY: a function of a loaded module.
+            unsafe { result::function::set_function_attribute(function, carveout, percent.cast_signed()) }.map_err(
+                |error| self.device.fault(&format!("asking for {percent} % of shared memory for {name}"), error),
+            )?;
+        }
+        Ok(function)
+    }
+
     /// What the kernels were compiled for.
     pub(crate) fn target(&self) -> &'static str {
         self.target

@@ -3,17 +3,18 @@
 //!
 //! | weight | few tokens | some | more |
 //! |---|---|---|---|
-//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | cuBLASLt |
+//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | `linear_big.cu` where it is faster, else cuBLASLt |
 //! | F32 | cuBLASLt | cuBLASLt | cuBLASLt |
 //! | quantised, repacked at load | see `packed` | see `packed` | see `packed` |
 //! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt | the same |
 //!
-//! Our kernels take up to three products of one input at once. How many tokens are few and some `kernels::linear_small`
-//! and `kernels::linear_mid` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
+//! Our kernels take up to three products of one input at once. How many tokens are few, some and more `kernels::linear_small`,
+//! `kernels::linear_mid` and `kernels::linear_big` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
 //! that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as stored, whatever their
 //! number of tokens. Deterministic products of 16-bit weights are `linear_mid`'s for any number of tokens, where the
 //! chip has it and the copy engine reads them.
 
+mod big;
 mod mid;
 pub(crate) mod packed;
 mod small;
@@ -33,6 +34,7 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
+use self::big::BigKernels;
 use self::mid::MidKernels;
 
 /// `FEW_ROWS` in weights_plain.cu.
@@ -124,6 +126,7 @@ pub(crate) struct LinearOps {
     small_launches: AtomicU64,
     packed: PackedKernels,
     mid: Option<MidKernels>,
+    big: Option<BigKernels>,
     matmul: Mutex<Matmul>,
     /// Whether a product's algorithm must not follow from the number of tokens.
     deterministic: bool,
@@ -220,7 +223,10 @@ impl LinearOps {
         }
         let small = LinearVariant::ALL
             .into_iter()
-            .map(|variant| Ok((variant, Function(kernels.get(&variant.name())?))))
+            .map(|variant| {
+                let percent = Some(variant.shared_percent());
+                Ok((variant, Function(kernels.get_with_carveout(&variant.name(), 0, percent)?)))
+            })
             .collect::<Result<_, BackendError>>()?;
         Ok(Self {
             device: Arc::clone(device),
@@ -230,6 +236,7 @@ impl LinearOps {
             small_launches: AtomicU64::new(0),
             packed: PackedKernels::new(device, kernels)?,
             mid: MidKernels::new(device, kernels)?,
+            big: BigKernels::new(device, kernels)?,
             matmul: Mutex::new(Matmul::new(device, deterministic)?),
             deterministic,
         })
@@ -248,6 +255,11 @@ impl LinearOps {
     /// The same of `linear_mid`.
     pub(crate) fn mid_launches(&self) -> u64 {
         self.mid.as_ref().map_or(0, MidKernels::launches)
+    }
+
+    /// The same of `linear_big`.
+    pub(crate) fn big_launches(&self) -> u64 {
+        self.big.as_ref().map_or(0, BigKernels::launches)
     }
 
     /// Bytes that cuBLASLt holds.
@@ -340,6 +352,11 @@ impl LinearOps {
             }
             if let Some((weight, count)) = self.mid_launch(num_tokens, rest) {
                 self.mid_products(&mut inputs, weight, num_tokens, &rest[..count])?;
+                rest = &rest[count..];
+                continue;
+            }
+            if let Some((variant, count)) = self.big_launch(num_tokens, rest) {
+                self.big_products(&mut inputs, variant, num_tokens, &rest[..count])?;
                 rest = &rest[count..];
                 continue;
             }

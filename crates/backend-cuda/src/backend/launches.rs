@@ -18,4 +18,9 @@ impl CudaBackend {
     pub fn mid_product_launches(&self) -> u64 {
         self.linear.mid_launches()
     }
+
+    /// The same of the kernel for more tokens.
+    pub fn big_product_launches(&self) -> u64 {
+        self.linear.big_launches()
+    }
 }

@@ -6,16 +6,17 @@
 
 #![allow(clippy::cast_possible_truncation)] // counts of tiles, pieces and slots: the batch was checked to fit when it was uploaded
 
-use super::decode_forms::{DecodeVariant, SPLIT_WARPS};
+use super::decode_forms::DecodeVariant;
 
 /// Tokens of a tile; the smallest block size.
 pub(crate) const TILE_TOKENS: u32 = 16;
-/// The least that a thread block of a split form is given where there is a choice: two tiles a warp.
-const MIN_TILES: u32 = 2 * SPLIT_WARPS;
+/// The least that a warp is given where there is a choice, in tiles.
+const MIN_TILES_A_WARP: u32 = 2;
 /// Where no sequence is longer than this, one tile a warp: few pieces then have to be combined.
 const SHORT_TILES: u32 = 32;
-/// A second piece in a thread block costs about as much as this many tiles (its merge, its slot, the arrival).
-const PIECE_COST_TILES: u32 = 8;
+/// A second piece in a thread block costs about as much as this many tiles for each of its warps (its merge, its slot,
+/// the arrival).
+const PIECE_COST_TILES_A_WARP: u32 = 2;
 /// One sequence with one new token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct DecodeSeq {
@@ -148,22 +149,22 @@ impl DecodePlan {
             self.one_piece_a_unit(seqs, window, u32::MAX);
             self.piece_start.resize(units as usize + 1, self.num_pieces());
         } else {
-            self.balance(seqs, window, units);
+            self.balance(seqs, window, units, variant.warps());
         }
     }
 
     /// Fills the units evenly. With few keys every piece has its own unit, since a second piece costs more than the
     /// uneven load; with many, the sequences' tiles lie end to end and are cut into equal shares. Cost: linear in
     /// sequences and units.
-    fn balance(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32) {
+    fn balance(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32, warps: u32) {
         self.clear();
         let total: u64 = seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| u64::from(end - first)).sum();
-        let even = total.div_ceil(u64::from(units)).max(u64::from(MIN_TILES));
-        match longest_piece(seqs, window, units) {
-            Some(longest) if u64::from(longest) <= even + u64::from(PIECE_COST_TILES) => {
+        let even = total.div_ceil(u64::from(units)).max(u64::from(MIN_TILES_A_WARP * warps));
+        match longest_piece(seqs, window, units, warps) {
+            Some(longest) if u64::from(longest) <= even + u64::from(PIECE_COST_TILES_A_WARP * warps) => {
                 self.one_piece_a_unit(seqs, window, longest);
             }
-            _ => self.equal_shares(seqs, window, units, total),
+            _ => self.equal_shares(seqs, window, units, total, warps),
         }
         self.piece_start.resize(units as usize + 1, self.num_pieces());
     }
@@ -190,8 +191,8 @@ impl DecodePlan {
     }
 
     /// Tiles end to end, cut into equal shares.
-    fn equal_shares(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32, total: u64) {
-        let used = u64::from(units).min(total / u64::from(MIN_TILES)).max(1) as u32;
+    fn equal_shares(&mut self, seqs: &[DecodeSeq], window: Option<u32>, units: u32, total: u64, warps: u32) {
+        let used = u64::from(units).min(total / u64::from(MIN_TILES_A_WARP * warps)).max(1) as u32;
         let (mut at, mut next) = (0, 1);
         self.piece_start.push(0);
         for seq in seqs {
@@ -242,13 +243,13 @@ impl DecodePlan {
 
 /// The shortest length, not below one or two tiles a warp, such that there are no more pieces of at most that length
 /// than units; `None` where there are more sequences than units.
-fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, units: u32) -> Option<u32> {
+fn longest_piece(seqs: &[DecodeSeq], window: Option<u32>, units: u32, warps: u32) -> Option<u32> {
     if seqs.len() > units as usize {
         return None;
     }
     let lengths = || seqs.iter().map(|s| tiles_of(s, window)).map(|(first, end)| end - first);
     let most = lengths().max()?;
-    let least = if most <= SHORT_TILES { SPLIT_WARPS } else { MIN_TILES };
+    let least = if most <= SHORT_TILES { warps } else { MIN_TILES_A_WARP * warps };
     let (mut low, mut high) = (least, most.max(least));
     while low < high {
         let middle = low + (high - low) / 2;
@@ -316,13 +317,13 @@ pub(crate) mod tests {
         };
         let mut plan = DecodePlan::default();
         for round in 0..400 {
-            let count = 1 + random(80) as usize;
+            let count = 1 + random(300) as usize;
             let longest = [20, 300, 5000, 40_000][round % 4];
             let lens: Vec<u32> = (0..count).map(|_| 1 + random(longest) as u32).collect();
             let seqs = seqs(&lens);
             let window = (round % 3 == 0).then(|| 1 + random(600) as u32);
-            let blocks = 1 + random(70) as u32;
-            plan.balance(&seqs, window, blocks);
+            let blocks = 1 + random(280) as u32;
+            plan.balance(&seqs, window, blocks, [4, 2, 1][round / 4 % 3]);
             check(&plan, &seqs, window, blocks);
             assert!(plan.num_slots <= max_slots(blocks));
             assert!(plan.pieces.len() <= max_pieces(count as u32, blocks) as usize);
@@ -332,7 +333,7 @@ pub(crate) mod tests {
     #[test]
     fn many_keys_are_shared_evenly() {
         let mut plan = DecodePlan::default();
-        plan.balance(&seqs(&[4096; 64]), None, 49);
+        plan.balance(&seqs(&[4096; 64]), None, 49, 4);
         let loads: Vec<u32> = (0..49).map(|b| load(&plan, b)).collect();
         assert!(loads.iter().all(|&l| l == 334 || l == 335), "{loads:?}");
     }
@@ -340,17 +341,17 @@ pub(crate) mod tests {
     #[test]
     fn short_sequences_are_not_cut() {
         let mut plan = DecodePlan::default();
-        plan.balance(&seqs(&[256; 32]), None, 49);
+        plan.balance(&seqs(&[256; 32]), None, 49, 4);
         assert_eq!((plan.pieces.len(), plan.num_slots), (32, 0));
     }
 
     #[test]
     fn one_long_sequence_fills_the_chip() {
         let mut plan = DecodePlan::default();
-        plan.balance(&seqs(&[32_768]), None, 49);
+        plan.balance(&seqs(&[32_768]), None, 49, 4);
         assert_eq!((plan.pieces.len(), plan.num_slots), (49, 49));
         assert!((0..49).all(|b| (41..=42).contains(&load(&plan, b))));
-        plan.balance(&seqs(&[1000]), None, 49);
+        plan.balance(&seqs(&[1000]), None, 49, 4);
         assert_eq!(plan.pieces.len(), 8, "63 tiles in pieces of at least 8");
     }
 }

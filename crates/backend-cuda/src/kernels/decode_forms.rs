@@ -5,10 +5,15 @@
 #![allow(clippy::cast_possible_truncation)] // counts of sequences: the batch was checked to fit when it was uploaded
 
 use super::attention_decode::{DecodeSeq, max_slots, tiles_of};
-use super::{Half, Launch};
+use super::{Half, Launch, shared_percent};
 
 /// Warps of a thread block of the split forms: `SPLIT_WARPS`.
-pub(crate) const SPLIT_WARPS: u32 = 4;
+const SPLIT_WARPS: u32 = 4;
+/// Warps on a multiprocessor in the dense forms.
+const DENSE_WARPS: u32 = 16;
+/// Forms of fewer warps a thread block are for sequences of about one length: none is cut into more pieces than this,
+/// which the few warps would have to add up.
+const MAX_SHARES: u64 = 4;
 /// Warps of a thread block of the whole forms: `WHOLE_WARPS`.
 const WHOLE_WARPS: u32 = 8;
 /// The longest sequence that is not cut, as long as there is a cluster or thread block for each: so many tiles for each
@@ -20,8 +25,9 @@ const WHOLE_TILES_A_WARP: u32 = 4;
 enum Form {
     /// Pieces of sequences, as many thread blocks as are resident at once.
     Split,
-    /// The same with one more thread block on each multiprocessor, of fewer registers.
-    SplitDense,
+    /// The same with 16 warps on each multiprocessor, of fewer registers, in thread blocks of so many: where there are
+    /// enough sequences, each is one warp's or two, which have nothing to add up between them.
+    SplitDense(u32),
     /// Each sequence whole, by so many thread blocks: 1, or a cluster of 2 or 4.
     Whole(u32),
 }
@@ -73,10 +79,12 @@ impl DecodeShape {
     fn forms(&self) -> &'static [Form] {
         use Form::{Split, SplitDense, Whole};
         match (self.head_dim, self.heads, self.clusters) {
-            (128, 8, true) => &[Whole(4), Whole(2), Whole(1), Split, SplitDense],
-            (128, 8, false) => &[Whole(1), Split, SplitDense],
-            (64 | 256, 8, true) => &[Whole(4), Whole(2), Whole(1), Split],
-            (64 | 256, 8, false) => &[Whole(1), Split],
+            (128, 8, true) => &[Whole(4), Whole(2), Whole(1), Split, SplitDense(4), SplitDense(2), SplitDense(1)],
+            (128, 8, false) => &[Whole(1), Split, SplitDense(4), SplitDense(2), SplitDense(1)],
+            (64, 8, true) => &[Whole(4), Whole(2), Whole(1), Split, SplitDense(2), SplitDense(1)],
+            (64, 8, false) => &[Whole(1), Split, SplitDense(2), SplitDense(1)],
+            (256, 8, true) => &[Whole(4), Whole(2), Whole(1), Split],
+            (256, 8, false) => &[Whole(1), Split],
             _ => &[Split],
         }
     }
@@ -90,16 +98,24 @@ impl DecodeShape {
         heads: HeadCounts,
         num_sms: u32,
     ) -> (DecodeVariant, u32) {
-        let longest = seqs.iter().map(|seq| tiles_of(seq, window)).map(|(first, end)| end - first).max().unwrap_or(0);
+        let (mut total, mut longest) = (0u64, 0u32);
+        for (first, end) in seqs.iter().map(|seq| tiles_of(seq, window)) {
+            total += u64::from(end - first);
+            longest = longest.max(end - first);
+        }
         let num_seqs = seqs.len() as u32;
-        let forms = self.forms().iter().filter(|form| match form {
-            Form::Whole(cluster) => longest <= WHOLE_TILES_A_WARP * WHOLE_WARPS * cluster,
-            Form::Split | Form::SplitDense => true,
-        });
         let mut last = (self.variant(Form::Split), 1);
-        for &form in forms {
+        for &form in self.forms() {
             let variant = self.variant(form);
             let units = variant.units(heads, num_sms);
+            let suits = match form {
+                Form::Whole(cluster) => longest <= WHOLE_TILES_A_WARP * WHOLE_WARPS * cluster,
+                Form::Split | Form::SplitDense(SPLIT_WARPS) => true,
+                Form::SplitDense(_) => u64::from(longest) * u64::from(units) <= MAX_SHARES * total,
+            };
+            if !suits {
+                continue;
+            }
             if num_seqs <= units {
                 return (variant, if matches!(form, Form::Whole(_)) { num_seqs } else { units });
             }
@@ -136,7 +152,7 @@ impl DecodeVariant {
     pub(crate) fn name(&self) -> String {
         let form = match self.form {
             Form::Split => String::new(),
-            Form::SplitDense => "_dense".into(),
+            Form::SplitDense(warps) => format!("_dense{warps}"),
             Form::Whole(cluster) => format!("_whole{cluster}"),
         };
         format!("attention_decode_{}_e{}_h{}{form}", self.kv.name(), self.head_dim, self.heads)
@@ -150,9 +166,16 @@ impl DecodeVariant {
     /// Thread blocks of a unit, and warps of each.
     fn unit(&self) -> (u32, u32) {
         match self.form {
-            Form::Split | Form::SplitDense => (1, SPLIT_WARPS),
+            Form::Split => (1, SPLIT_WARPS),
+            Form::SplitDense(warps) => (1, warps),
             Form::Whole(cluster) => (cluster, WHOLE_WARPS),
         }
+    }
+
+    /// Warps of a unit.
+    pub(crate) fn warps(&self) -> u32 {
+        let (thread_blocks, warps) = self.unit();
+        thread_blocks * warps
     }
 
     /// Thread blocks that are resident at once.
@@ -162,7 +185,8 @@ impl DecodeVariant {
                 // Multiprocessors that are one short of a cluster stay empty.
                 (Form::Whole(4), ..) => return num_sms * 3 / 4,
                 (Form::Whole(_), ..) => 1,
-                (Form::SplitDense, ..) | (_, 64 | 80, 8) => 4,
+                (Form::SplitDense(warps), ..) => DENSE_WARPS / warps,
+                (_, 64 | 80, 8) => 4,
                 (_, 96 | 128, 8) | (_, 64 | 80 | 96, _) => 3,
                 _ => 2,
             }
@@ -184,14 +208,20 @@ impl DecodeVariant {
         Launch { grid: (units * cluster, self.grid_y(heads)), threads: warps * 32, shared_bytes: self.shared_bytes() }
     }
 
-    /// `sizeof(DecodeShared)`: q, the warps' (max, sum) and outputs, weights, those of a cluster twice, a flag.
+    /// `sizeof(DecodeShared)`: q, q of the next piece, the warps' (max, sum) and outputs unless there is but one, weights,
+    /// those of a cluster twice, a flag.
     pub(crate) fn shared_bytes(&self) -> u32 {
-        let q = self.heads * (self.head_dim / 2 + 16) * 4;
+        let q = self.heads * (self.head_dim / 2 + 16) * 4 + self.heads * self.head_dim * 2;
         let (cluster, warps) = self.unit();
-        let max_sum = warps * self.heads * 8;
-        let out = warps * self.heads * (self.head_dim + 4) * 4;
+        let published = if warps > 1 { warps * self.heads * (8 + (self.head_dim + 4) * 4) } else { 16 };
         let gathered = if cluster > 1 { 2 * cluster * self.heads * (8 + self.head_dim * 4) } else { 0 };
-        (q + max_sum + out + self.heads * 8 + gathered + 2).next_multiple_of(16)
+        (q + published + self.heads * 8 + gathered + 2).next_multiple_of(16)
+    }
+    /// The part of a multiprocessor's memory that the kernel wants as shared memory, in percent; `None`: no wish. K and V
+    /// go straight to registers, and of what is on its way the L1 cache must have room for all (128 KB): after a kernel
+    /// that takes nearly everything as shared memory, and left as it is, split forms read at 3.8 instead of 4.4 TB/s.
+    pub(crate) fn shared_percent(&self) -> Option<u32> {
+        (!self.is_whole()).then(|| shared_percent(self.resident(1), self.shared_bytes()))
     }
 }
 
@@ -225,7 +255,12 @@ mod tests {
         assert_eq!([1, 3, 16, 49].map(|n| form(n, 2049, true)), [(Form::Split, 49); 4]);
         assert_eq!([(8, 1025), (16, 513)].map(|(n, longest)| form(n, longest, true)), [(Form::Split, 49); 2]);
         assert_eq!(form(17, 40, true), (Form::Split, 49));
-        assert_eq!([50, 66, 256].map(|n| form(n, 40, true)), [(Form::SplitDense, 66); 3]);
+        assert_eq!([50, 66].map(|n| form(n, 40, true)), [(Form::SplitDense(4), 66); 2]);
+        assert_eq!([67, 132].map(|n| form(n, 40, true)), [(Form::SplitDense(2), 132); 2]);
+        assert_eq!([133, 256, 1000].map(|n| form(n, 40, true)), [(Form::SplitDense(1), 264); 3]);
+        // One that would be cut into many pieces.
+        assert_eq!([100, 256].map(|n| form(n, 4096, true)), [(Form::SplitDense(4), 66); 2]);
+        assert_eq!(form(256, 128, true), (Form::SplitDense(1), 264));
         // What a window hides is not counted.
         let (variant, _) = shape(true).choose(&seqs(&[100_000]), Some(512), HEADS, 132);
         assert!(variant.is_whole());
@@ -245,17 +280,21 @@ mod tests {
     fn variants_and_their_launches() {
         let v = shape(true).variant(Form::Split);
         assert_eq!(v.name(), "attention_decode_bf16_e128_h8");
-        assert_eq!(v.launch(HEADS, v.units(HEADS, 132)), Launch { grid: (49, 8), threads: 128, shared_bytes: 19_792 });
+        assert_eq!(v.launch(HEADS, v.units(HEADS, 132)), Launch { grid: (49, 8), threads: 128, shared_bytes: 21_840 });
         let v = shape(true).variant(Form::Whole(4));
         assert_eq!(v.name(), "attention_decode_bf16_e128_h8_whole4");
-        assert_eq!(v.launch(HEADS, 2), Launch { grid: (8, 8), threads: 256, shared_bytes: 70_224 });
+        assert_eq!(v.launch(HEADS, 2), Launch { grid: (8, 8), threads: 256, shared_bytes: 72_272 });
         let grid_y = |head_dim, query, kv| {
             let shape = DecodeShape::select(Half::F16, head_dim, query / kv, true).unwrap();
             shape.variant(Form::Split).grid_y(HeadCounts { query, kv })
         };
         assert_eq!((grid_y(128, 48, 4), grid_y(256, 24, 2)), (4, 4));
         assert!(DecodeShape::select(Half::F16, 112, 4, true).is_none());
-        assert_eq!(shape(true).max_slots(HEADS, 132), 132);
-        assert_eq!((DecodeVariant::all(true).len(), DecodeVariant::all(false).len()), (38, 26));
+        assert_eq!(shape(true).max_slots(HEADS, 132), 528);
+        assert_eq!((DecodeVariant::all(true).len(), DecodeVariant::all(false).len()), (46, 34));
+        // L1 has room for what 16 warps have on their way, 8 KB each.
+        let of = |form| shape(true).variant(form).shared_percent();
+        assert_eq!([4, 2, 1].map(|warps| of(Form::SplitDense(warps))), [Some(40), Some(49), Some(40)]);
+        assert_eq!(of(Form::Whole(1)), None);
     }
 }

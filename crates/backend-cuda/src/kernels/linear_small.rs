@@ -1,7 +1,7 @@
 //! Dense products of up to 16 tokens: when our kernel is taken instead of the library's, and its launch. Knows
 //! nothing of where buffers lie. Kernel: `kernels/linear_small.cu`.
 
-use super::{Half, Launch};
+use super::{Half, Launch, shared_percent};
 
 /// Products of one x that a launch takes at most.
 pub(crate) const MAX_PARTS: usize = 3;
@@ -120,11 +120,23 @@ impl LinearVariant {
         format!("linear_small_{gated}{}_m{}", self.weight.name(), self.columns)
     }
 
+    /// Thread blocks on a multiprocessor, and threads of each.
+    fn resident(&self) -> (u32, u32) {
+        if self.columns == 8 { (1, 512) } else { (2, 256) }
+    }
+
+    /// The part of a multiprocessor's memory that the kernel wants as shared memory (partial sums, twice), in percent:
+    /// weights go straight to registers, and what of them is on its way (128 KB) should have room in the L1 cache.
+    pub(crate) fn shared_percent(&self) -> u32 {
+        let (blocks, threads) = self.resident();
+        shared_percent(blocks, 2 * (threads / 32) * (self.columns / 8) * 128 * 4)
+    }
+
     /// The launch for the parts' outputs: as many thread blocks as stay resident, each taking tiles in turn.
     pub(crate) fn launch(&self, outputs: impl IntoIterator<Item = u32>, num_sms: u32) -> Launch {
         let per_tile = if self.gated { 8 } else { 16 };
         let tiles = outputs.into_iter().map(|n| n.div_ceil(per_tile)).sum::<u32>();
-        let (blocks_per_sm, threads) = if self.columns == 8 { (1, 512) } else { (2, 256) };
+        let (blocks_per_sm, threads) = self.resident();
         Launch { grid: (tiles.min(num_sms * blocks_per_sm), 1), threads, shared_bytes: 0 }
     }
 }

@@ -6,6 +6,7 @@ pub(crate) mod attention_decode;
 pub(crate) mod attention_plan;
 pub(crate) mod attention_prefill;
 pub(crate) mod decode_forms;
+pub(crate) mod linear_big;
 pub(crate) mod linear_mid;
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;
@@ -72,4 +73,15 @@ impl From<Activation> for GateActivation {
             Activation::GeluTanh => Self::GeluTanh,
         }
     }
+}
+
+/// Shared memory of a multiprocessor (compute capability 9) at most, and what the driver adds to each thread block's.
+const MULTIPROCESSOR_BYTES: u32 = 228 << 10;
+/// See [`MULTIPROCESSOR_BYTES`].
+const SYSTEM_BYTES: u32 = 1 << 10;
+
+/// The part of a multiprocessor's memory that so many thread blocks want as shared memory, in percent: the rest may be L1
+/// cache.
+fn shared_percent(thread_blocks: u32, shared_bytes: u32) -> u32 {
+    (thread_blocks * (shared_bytes + SYSTEM_BYTES) * 100).div_ceil(MULTIPROCESSOR_BYTES).min(100)
 }

@@ -307,6 +307,24 @@ fn decodes_are_cut_and_combined() {
     check_step(&gpu, Shape { window: Some(90), ..shape }, &lens, DType::F16, &chunks, ONE_DECODE);
 }
 
+/// Two warps a sequence, one, and more sequences than there are warps for a head; of about one length, and one that is long.
+#[test]
+fn many_decodes_have_a_warp_or_two_each() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    for head_dim in [64, 128] {
+        let shape = Shape { heads: 16, kv_heads: 8, head_dim, window: None, block_size: 16, extras: NO_EXTRAS };
+        for (count, longest, kv) in
+            [(100, 90, DType::F16), (150, 60, DType::BF16), (300, 40, DType::F16), (150, 2000, DType::F16)]
+        {
+            let mut lens: Vec<usize> = (0..count).map(|i| 1 + i * 37 % 90).collect();
+            lens[count / 3] = longest;
+            let chunks: Vec<_> = lens.iter().enumerate().map(|(seq, len)| (seq, len - 1, 1)).collect();
+            check_step(&gpu, shape, &lens, kv, &chunks, ONE_DECODE);
+            check_step(&gpu, Shape { window: Some(33), ..shape }, &lens, kv, &chunks, ONE_DECODE);
+        }
+    }
+}
+
 #[test]
 fn prompts_with_history_run_their_own_kernel() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };

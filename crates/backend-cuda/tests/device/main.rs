@@ -7,6 +7,7 @@ mod attention;
 mod extras;
 mod invariance;
 mod linear;
+mod linear_big;
 mod linear_mid;
 mod loading;
 mod quantised;
