@@ -1,0 +1,153 @@
+//! What the host does for a step in steady decode, on a device whose step costs nothing: `cargo bench -p
+//! pagemill-engine --bench host_cost [-- SEQUENCES STEPS]`. Two runs for each number of sequences:
+//!
+//! - *alone*: one thread, an executor that answers at once; scheduling, applying and delivering. The core's caches are
+//!   emptied before each part, as they are behind a step of milliseconds; and, for comparison, not.
+//! - *ranks*: the engine as it is, with a rank's thread and a free device of 2 ms a step; all parts, and what of them
+//!   lies between two steps.
+//!
+//! Medians over steps, in microseconds. On a busy machine, compare binaries that ran in turn.
+#![allow(clippy::unwrap_used)]
+
+mod echo_executor;
+mod free_device;
+
+use echo_executor::EchoExecutor;
+use free_device::FreeDevice;
+use pagemill_backend::SoloCollective;
+use pagemill_engine::{
+    Checkpoint, EngineConfig, EngineEvent, EventSink, Executor, HostTime, InferenceEngine, MemoryPlan, RankContext,
+    Request, SamplingParams, SinkClosed, UnifiedMemoryAllocator, build_engine_on,
+};
+use pagemill_scheduler::{
+    CacheGroup, DynamicBatchScheduler, KvCacheConfig, KvLayout, PagedKvCache, SchedulerConfig, Time,
+};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Tokens of the longest prompt; others are shorter by up to a block, so that as many begin a block in each step.
+const PROMPT_LEN: usize = 1000;
+const BLOCK_SIZE: usize = 16;
+/// Steps before any counts.
+const WARM_UP: usize = 40;
+
+/// Notes when each token came, as `bench latency` does.
+struct NotingSink {
+    start: Instant,
+    tokens: Vec<f64>,
+}
+
+impl EventSink for NotingSink {
+    fn send(&mut self, _event: EngineEvent) -> Result<(), SinkClosed> {
+        self.tokens.push(self.start.elapsed().as_secs_f64());
+        Ok(())
+    }
+
+    fn is_closed(&self) -> bool {
+        false
+    }
+}
+
+fn request(at: usize, num_tokens: usize) -> Request {
+    let prompt = (0..PROMPT_LEN - at % BLOCK_SIZE).map(|i| u32::try_from((at * 131 + i * 7) % 500).unwrap()).collect();
+    Request {
+        prompt,
+        max_tokens: num_tokens,
+        n: 1,
+        sampling: SamplingParams { stop_token_ids: vec![2], ..SamplingParams::default() },
+        priority: 0,
+        cache_salt: None,
+        sink: Box::new(NotingSink { start: Instant::now(), tokens: Vec::with_capacity(num_tokens) }),
+    }
+}
+
+fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExecutor> {
+    let max_seq_len = 4096;
+    let kv_cache = PagedKvCache::new(KvCacheConfig {
+        num_blocks: num_sequences * max_seq_len / BLOCK_SIZE,
+        block_size: BLOCK_SIZE,
+        groups: vec![CacheGroup::Full],
+        layout: KvLayout::Paged,
+        max_seq_len,
+        prefill_chunk_size: 512,
+        prefix_cache: true,
+    });
+    let scheduler = DynamicBatchScheduler::new(SchedulerConfig {
+        max_batch_size: num_sequences,
+        max_batch_tokens: 8192,
+        prefill_chunk_size: 512,
+        max_seq_len,
+        max_waiting: 1024,
+        ageing_us: 5_000_000,
+        continuous_batching: true,
+        static_batch_wait_us: 0,
+        micro_batches: 1,
+        plan_ahead: true,
+        num_stages: 1,
+    });
+    let memory = UnifiedMemoryAllocator::new(MemoryPlan::default());
+    InferenceEngine::new(scheduler, kv_cache, EchoExecutor::new(empties_caches), memory)
+}
+
+fn with_ranks(num_sequences: usize) -> InferenceEngine {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama");
+    let config = EngineConfig {
+        max_batch_size: Some(num_sequences),
+        max_seq_len: Some(4096),
+        max_batch_tokens: Some(8192),
+        kv_cache_bytes: Some(1 << 30),
+        ..EngineConfig::default()
+    };
+    let rank = RankContext { backend: Arc::new(FreeDevice::new()), collective: Arc::new(SoloCollective) };
+    build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {}).unwrap().engine
+}
+
+/// Steps until all decode, then `num_steps` more; medians of what each cost.
+fn measure<E: Executor>(engine: &mut InferenceEngine<E>, num_sequences: usize, num_steps: usize) -> String {
+    for at in 0..num_sequences {
+        engine.submit(request(at, num_steps + 2 * WARM_UP + 500), Time(0)).unwrap();
+    }
+    let mut now = 0;
+    let mut step = |engine: &mut InferenceEngine<E>| {
+        let before = engine.status().host;
+        loop {
+            now += 1;
+            assert!(engine.step(Time(now)).unwrap());
+            let host = engine.status().host;
+            if host.steps > before.steps {
+                return host.since(&before);
+            }
+        }
+    };
+    while engine.status().scheduler.generated_tokens < (num_sequences * WARM_UP) as u64 {
+        step(engine);
+    }
+    let steps: Vec<HostTime> = (0..num_steps).map(|_| step(engine)).collect();
+    let median = |part: fn(&HostTime) -> u64| {
+        let mut values: Vec<u64> = steps.iter().map(part).collect();
+        values.sort_unstable();
+        format!("{:7.1}", f64::from(u32::try_from(values[values.len() / 2]).unwrap()) / 1e3)
+    };
+    format!(
+        "{} {} {} {} {} {}",
+        median(|host| host.schedule_ns),
+        median(|host| host.layout_ns),
+        median(|host| host.apply_ns),
+        median(|host| host.deliver_ns),
+        median(HostTime::total_ns),
+        median(|host| host.exposed_ns)
+    )
+}
+
+fn main() {
+    let numbers: Vec<usize> = std::env::args().filter_map(|word| word.parse().ok()).collect();
+    let batches = numbers.first().map_or(vec![1, 64, 256], |&batch| vec![batch]);
+    let num_steps = numbers.get(1).copied().unwrap_or(400);
+    println!("                 schedule  layout   apply deliver   total  not hidden");
+    for batch in batches {
+        println!("{batch:4} alone, warm  {}", measure(&mut alone(batch, false), batch, num_steps));
+        println!("{batch:4} alone, cold  {}", measure(&mut alone(batch, true), batch, num_steps));
+        println!("{batch:4} ranks        {}", measure(&mut with_ranks(batch), batch, num_steps));
+    }
+}
