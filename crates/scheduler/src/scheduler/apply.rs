@@ -3,7 +3,10 @@
 
 use super::DynamicBatchScheduler;
 use super::sequence::Sequence;
+use super::sequences::SequenceRef;
 use super::step::InFlightEntry;
+use std::num::NonZeroU64;
+
 use crate::{Event, FinishReason, PagedKvCache, SampledToken, SequenceId, StepOutput, Time};
 
 impl DynamicBatchScheduler {
@@ -15,7 +18,7 @@ impl DynamicBatchScheduler {
     /// asked for: going on could give one request's token to another.
     pub fn apply(&mut self, kv_cache: &mut PagedKvCache, output: StepOutput, _now: Time) -> Vec<Event> {
         let mut events = Vec::with_capacity(output.sampled.len());
-        let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step == output.step) else {
+        let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step.get() == output.step) else {
             let oldest = self.in_flight.front().map(|flight| flight.step);
             panic!("output of step {} arrived; the oldest step in flight is {oldest:?}", output.step);
         };
@@ -26,51 +29,56 @@ impl DynamicBatchScheduler {
         for &entry in &flight.entries {
             tokens.clear();
             tokens.extend(sampled.by_ref().take(entry.num_sampled));
-            check_samples(entry, &tokens, flight.step);
+            check_samples(entry, &tokens, output.step);
             if !self.mark_applied(entry, flight.step, kv_cache) {
                 continue;
             }
             if entry.prompt_logprobs {
-                self.report_prompt_logprobs(entry.id, &mut prompt_logprobs, &mut events);
+                self.report_prompt_logprobs(entry.place, &mut prompt_logprobs, &mut events);
             }
             self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
         }
-        assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", flight.step);
-        self.finished_decode = Some(flight).filter(|flight| !flight.is_filler && flight.is_decode());
+        assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", output.step);
+        self.finished_decode = Some(flight.record).filter(|step| !step.is_filler && step.is_decode);
+        self.spent.take_entries(flight.entries);
         events
     }
 
     /// The entry's tokens are in the cache; whether its sequence is still live.
-    fn mark_applied(&mut self, entry: InFlightEntry, step: u64, kv_cache: &mut PagedKvCache) -> bool {
+    fn mark_applied(&mut self, entry: InFlightEntry, step: NonZeroU64, kv_cache: &mut PagedKvCache) -> bool {
         self.counters.prompt_tokens += entry.num_prompt_tokens as u64;
-        let sequence = self.sequence_mut(entry.id);
+        let next_step = self.step + 1;
+        let sequence = self.sequences.get_mut(entry.place);
         sequence.num_in_flight -= 1;
         if sequence.ended {
             if sequence.num_in_flight == 0 {
-                self.sequences.remove(&entry.id);
+                self.sequences.remove(entry.place);
                 self.num_ending -= 1;
-                kv_cache.free_sequence(entry.id);
+                kv_cache.free_sequence(entry.place.id);
             }
             return false;
         }
         sequence.num_applied = entry.end;
         sequence.draw = sequence.draw.filter(|draw| draw.step != step);
-        kv_cache.mark_computed(entry.id, &mut sequence.chain, &sequence.tokens, entry.end);
+        if kv_cache.mark_computed_at(sequence.table(), &mut sequence.chain, &sequence.tokens, entry.end) {
+            sequence.tables_since = next_step;
+        }
         true
     }
 
     /// Reports positions not reported before (a recomputed prompt gives them again).
     fn report_prompt_logprobs(
         &mut self,
-        id: SequenceId,
+        place: SequenceRef,
         outputs: &mut Vec<(SequenceId, usize, Vec<crate::TokenLogprobs>)>,
         events: &mut Vec<Event>,
     ) {
+        let id = place.id;
         let Some(at) = outputs.iter().position(|(owner, _, _)| *owner == id) else {
             return;
         };
         let (_, first, mut logprobs) = outputs.remove(at);
-        let sequence = self.sequence_mut(id);
+        let sequence = self.sequence_mut(place);
         let start = first.max(sequence.logprobs_from);
         let end = (first + logprobs.len()).min(sequence.prompt_len);
         if start < end {
@@ -88,10 +96,10 @@ impl DynamicBatchScheduler {
         kv_cache: &mut PagedKvCache,
         events: &mut Vec<Event>,
     ) {
-        let sequence = self.sequence(entry.id);
+        let sequence = self.sequence(entry.place);
         if tokens.is_empty() {
-            if sequence.spec.max_tokens == 0 && entry.end == sequence.tokens.len() {
-                self.finish_without_tokens(entry.id, kv_cache, events);
+            if sequence.is_prompt_only() && entry.end == sequence.tokens.len() {
+                self.finish_without_tokens(entry.place, kv_cache, events);
             }
             return;
         }
@@ -99,37 +107,42 @@ impl DynamicBatchScheduler {
         let mut finished = None;
         let mut siblings = Vec::new();
         for sampled in tokens.drain(..) {
-            if sampled.id == entry.id {
-                finished = self.extend_with(sampled, events);
+            if sampled.id == entry.place.id {
+                finished = self.extend_with(entry.place, sampled, events);
             } else {
-                assert!(parts, "{:?} was sampled from {:?}", sampled.id, entry.id);
-                siblings.extend(self.sibling_with(entry.id, sampled, events));
+                assert!(parts, "{:?} was sampled from {:?}", sampled.id, entry.place.id);
+                siblings.extend(self.sibling_with(entry.place, sampled, events));
             }
         }
         if parts {
-            self.sequence_mut(entry.id).num_unforked = 0;
-            self.place_siblings(entry.id, siblings, finished.is_some(), kv_cache);
+            self.sequence_mut(entry.place).num_unforked = 0;
+            self.place_siblings(entry.place, siblings, finished.is_some(), kv_cache);
         }
         if finished.is_some() {
-            self.end_sequence(entry.id, kv_cache);
+            self.end_sequence(entry.place.id, kv_cache);
         }
     }
 
     /// `max_tokens` is 0: the prompt is computed, which is all that every choice wanted.
-    fn finish_without_tokens(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
-        let sequence = self.sequence(id);
+    fn finish_without_tokens(&mut self, place: SequenceRef, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
+        let (request, sequence) = (place.id.request, self.sequence(place));
         let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
         for choice in 0..=sequence.num_unforked {
-            let id = SequenceId { request: id.request, choice };
+            let id = SequenceId { request, choice };
             events.push(Event::Finished { id, reason: FinishReason::Length, num_cached_tokens });
         }
-        self.abort(id.request, kv_cache);
+        self.abort(request, kv_cache);
     }
 
     /// Appends a token to a running sequence; why it ended, if it did.
-    fn extend_with(&mut self, sampled: SampledToken, events: &mut Vec<Event>) -> Option<FinishReason> {
+    fn extend_with(
+        &mut self,
+        place: SequenceRef,
+        sampled: SampledToken,
+        events: &mut Vec<Event>,
+    ) -> Option<FinishReason> {
         let max_seq_len = self.config.max_seq_len;
-        let sequence = self.sequence_mut(sampled.id);
+        let sequence = self.sequence_mut(place);
         let reason = sequence.accept(&sampled, max_seq_len);
         report_token(sequence, sampled, reason.as_ref(), events);
         let num_new = u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
@@ -138,13 +151,18 @@ impl DynamicBatchScheduler {
     }
 
     /// A choice that parts from `parent` with its first token; `None` if that was its last.
-    fn sibling_with(&mut self, parent: SequenceId, sampled: SampledToken, events: &mut Vec<Event>) -> Option<Sequence> {
+    fn sibling_with(
+        &mut self,
+        parent: SequenceRef,
+        sampled: SampledToken,
+        events: &mut Vec<Event>,
+    ) -> Option<Sequence> {
         let mut sibling = self.sequence(parent).sibling(sampled.id, self.config.ageing_us);
         let reason = sibling.accept(&sampled, self.config.max_seq_len);
         report_token(&sibling, sampled, reason.as_ref(), events);
         self.counters.generated_tokens += u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
         if reason.is_some() {
-            self.count_ended(parent.request);
+            self.count_ended(parent.id.request);
             return None;
         }
         Some(sibling)
@@ -154,7 +172,7 @@ impl DynamicBatchScheduler {
     /// recompute the prompt, most of which the prefix cache still has.
     fn place_siblings(
         &mut self,
-        parent: SequenceId,
+        parent: SequenceRef,
         siblings: Vec<Sequence>,
         parent_finished: bool,
         kv_cache: &mut PagedKvCache,
@@ -164,33 +182,33 @@ impl DynamicBatchScheduler {
         let room = self.config.max_batch_size + usize::from(parent_finished);
         // The parent's slot of a static batch stays taken even if it has ended.
         let mut num_placed = 1;
-        for mut sibling in siblings {
+        for sibling in siblings {
+            let rank = self.sequences.insert(sibling);
             if kv_cache.can_fork() && self.running.len() < room && num_placed < num_granted {
-                kv_cache.fork(parent, sibling.id);
-                sibling.num_computed = num_computed;
-                sibling.num_applied = num_computed;
-                self.insert_running(sibling.rank);
+                kv_cache.fork(parent.id, rank.id);
+                let (table, next_step) = (kv_cache.table_of(rank.id), self.step + 1);
+                self.sequence_mut(rank.place()).begin(table, num_computed, next_step);
+                self.insert_running(rank);
                 num_placed += 1;
                 if let Some(batch) = &mut self.static_batch {
                     batch.num_slots += 1;
                 }
             } else {
-                self.waiting.insert(sibling.rank);
+                self.waiting.insert(rank);
             }
-            self.sequences.insert(sibling.id, sibling);
         }
     }
 }
 
 /// The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
 fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
-    let SequenceId { request, choice } = entry.id;
+    let SequenceId { request, choice } = entry.place.id;
     let in_order = tokens.iter().zip(choice..).all(|(token, choice)| token.id == SequenceId { request, choice });
     assert!(
         tokens.len() == entry.num_sampled && in_order,
         "step {step} asked for {} samples from {:?} on and got {tokens:?}",
         entry.num_sampled,
-        entry.id
+        entry.place.id
     );
 }
 
