@@ -10,6 +10,7 @@
 
 mod clock;
 pub mod config;
+mod delivery;
 mod draws;
 pub mod engine;
 pub mod error;

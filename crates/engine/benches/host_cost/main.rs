@@ -1,8 +1,9 @@
 //! What the host does for a step in steady decode, on a device whose step costs nothing: `cargo bench -p
-//! pagemill-engine --bench host_cost [-- SEQUENCES STEPS]`. Two runs for each number of sequences:
+//! pagemill-engine --bench host_cost [-- SEQUENCES STEPS] [warm|cold|ranks]`. Runs for each number of sequences:
 //!
-//! - *alone*: one thread, an executor that answers at once; scheduling, applying and delivering. The core's caches are
-//!   emptied before each part, as they are behind a step of milliseconds; and, for comparison, not.
+//! - *warm*: one thread, an executor that answers at once; scheduling, applying and delivering.
+//! - *cold*: as *warm*, but the core's caches are emptied where the device would compute, as they are behind a step of
+//!   milliseconds.
 //! - *ranks*: the engine as it is, with a rank's thread and a free device of 2 ms a step; all parts, and what of them
 //!   lies between two steps.
 //!
@@ -144,10 +145,17 @@ fn main() {
     let numbers: Vec<usize> = std::env::args().filter_map(|word| word.parse().ok()).collect();
     let batches = numbers.first().map_or(vec![1, 64, 256], |&batch| vec![batch]);
     let num_steps = numbers.get(1).copied().unwrap_or(400);
-    println!("                 schedule  layout   apply deliver   total  not hidden");
+    let is_wanted = |run: &str| {
+        let mut named = std::env::args().filter(|word| ["warm", "cold", "ranks"].contains(&word.as_str())).peekable();
+        named.peek().is_none() || named.any(|word| word == run)
+    };
+    println!("            schedule  layout   apply deliver   total  not hidden");
     for batch in batches {
-        println!("{batch:4} alone, warm  {}", measure(&mut alone(batch, false), batch, num_steps));
-        println!("{batch:4} alone, cold  {}", measure(&mut alone(batch, true), batch, num_steps));
-        println!("{batch:4} ranks        {}", measure(&mut with_ranks(batch), batch, num_steps));
+        for run in ["warm", "cold"].into_iter().filter(|run| is_wanted(run)) {
+            println!("{batch:4} {run}   {}", measure(&mut alone(batch, run == "cold"), batch, num_steps));
+        }
+        if is_wanted("ranks") {
+            println!("{batch:4} ranks  {}", measure(&mut with_ranks(batch), batch, num_steps));
+        }
     }
 }
