@@ -23,6 +23,7 @@ pub mod loading;
 pub mod lone_rank;
 pub mod memory;
 mod micro_batches;
+mod packer;
 pub mod pipeline;
 mod rank_memory;
 mod ranks;

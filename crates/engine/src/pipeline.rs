@@ -5,6 +5,7 @@
 use crate::draws::join_draws;
 use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
 use crate::layout::{BatchBuilder, Packing};
+use crate::packer::{Packer, SpentBatches};
 use crate::remote::{OutputSender, RemoteRanks};
 use crate::step_times::StepTimes;
 use crate::worker::Worker;
@@ -48,7 +49,9 @@ const LAST_OUTPUTS: Duration = Duration::from_secs(2);
 pub struct PipelineExecutor {
     /// Stage by stage.
     ranks: Vec<RankThread>,
-    packing: Packing,
+    packer: Packer,
+    /// Batches that ranks of this process are done with.
+    spent_batches: SpentBatches,
     /// Nanoseconds spent on packing batches here.
     packing_ns: u64,
     /// Plans for the ranks of other processes.
@@ -79,6 +82,7 @@ struct Channels {
     remote_inputs: Option<Sender<Arc<StepInput>>>,
     outputs: Receiver<Result<StepOutput, EngineError>>,
     failure: Arc<OnceLock<String>>,
+    spent_batches: SpentBatches,
 }
 
 /// When the engine looks for a step's output instead of sleeping until it is woken, which takes tens of
@@ -148,12 +152,14 @@ impl PipelineExecutor {
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
         let may_spin = workers.iter().all(|worker| !worker.shares_cores());
+        let spent_batches = SpentBatches::default();
+        workers.iter_mut().for_each(|worker| worker.set_spent_batches(spent_batches.clone()));
         let ranks = workers
             .into_iter()
             .enumerate()
             .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
             .collect::<Result<_, _>>()?;
-        let channels = Channels { remote_inputs: None, outputs, failure };
+        let channels = Channels { remote_inputs: None, outputs, failure, spent_batches };
         Ok(Self::over(ranks, packing, channels, collective, may_spin))
     }
 
@@ -179,7 +185,8 @@ impl PipelineExecutor {
             let num_layers = stages[stage].layers.len();
             RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
         }));
-        let channels = Channels { remote_inputs: Some(inputs), outputs, failure };
+        let channels =
+            Channels { remote_inputs: Some(inputs), outputs, failure, spent_batches: SpentBatches::default() };
         Ok(Self::over(ranks, packing, channels, collective, may_spin))
     }
 
@@ -190,10 +197,11 @@ impl PipelineExecutor {
         collective: Arc<dyn Collective>,
         may_spin: bool,
     ) -> Self {
-        let Channels { remote_inputs, outputs, failure } = channels;
+        let Channels { remote_inputs, outputs, failure, spent_batches } = channels;
         Self {
             ranks,
-            packing,
+            packer: Packer::new(packing),
+            spent_batches,
             packing_ns: 0,
             remote_inputs,
             outputs,
@@ -248,8 +256,8 @@ impl PipelineExecutor {
             return Ok(None);
         }
         let started = Instant::now();
-        let mut batch = BatchBuilder::default();
-        batch.pack(&input.plan, self.packing)?;
+        let mut batch = self.spent_batches.take();
+        self.packer.pack(&input.plan, &mut batch)?;
         self.packing_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(Some(batch))
     }
@@ -270,9 +278,14 @@ impl Executor for PipelineExecutor {
         {
             return Err(self.lost_rank());
         }
+        let copy_for_another = |batch: &BatchBuilder| {
+            let mut copy = self.spent_batches.take();
+            copy.copy_from(batch);
+            copy
+        };
         let mut channels = self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()).peekable();
         while let Some(inputs) = channels.next() {
-            let packed = if channels.peek().is_some() { packed.clone() } else { packed.take() };
+            let packed = if channels.peek().is_none() { packed.take() } else { packed.as_ref().map(copy_for_another) };
             if failed() || inputs.send(RankStep { input: Arc::clone(&input), packed }).is_err() {
                 return Err(self.lost_rank());
             }

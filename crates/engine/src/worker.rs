@@ -6,6 +6,7 @@
 
 use crate::draws::Draws;
 use crate::layout::{BatchBuilder, Packing};
+use crate::packer::SpentBatches;
 use crate::pipeline::RankMeter;
 use crate::sampler::{
     Drawn, RequestState, RequestTable, RowScratch, choice_task, drawn, prompt_logprobs, prompt_row, prompt_task,
@@ -42,6 +43,8 @@ pub(crate) struct Worker {
     max_batch_tokens: usize,
     requests: RequestTable,
     batch: BatchBuilder,
+    /// Where batches go that were packed elsewhere.
+    spent_batches: SpentBatches,
     draws: Draws,
     /// What the step before drew, not yet in the requests' pasts.
     drawn: Vec<(SequenceId, u32)>,
@@ -123,6 +126,7 @@ impl Worker {
             max_batch_tokens,
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
+            spent_batches: SpentBatches::default(),
             draws: Draws::default(),
             drawn: Vec::new(),
             copies: Vec::new(),
@@ -164,6 +168,11 @@ impl Worker {
     /// How it knows the draws of the step before.
     pub(crate) fn set_draws(&mut self, draws: Draws) {
         self.draws = draws;
+    }
+
+    /// Where its batches go once it is done with them.
+    pub(crate) fn set_spent_batches(&mut self, spent_batches: SpentBatches) {
+        self.spent_batches = spent_batches;
     }
 
     /// Whether it is the one that samples.
@@ -231,15 +240,17 @@ impl Worker {
         let plan = &input.plan;
         self.draws.begin_step()?;
         let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
         self.copy_blocks(plan)?;
+        let mut spent = None;
         match packed {
-            Some(batch) => self.batch = batch,
+            Some(batch) => spent = Some(std::mem::replace(&mut self.batch, batch)),
             None => self.batch.pack(plan, self.packing())?,
         }
         self.batch.fill_in(&self.draws)?;
+        let mut num_padding = self.batch.num_padding;
         num_padding -= self.push_padding(num_padding)?;
         self.pass(|worker, hidden| {
+            spent.into_iter().for_each(|batch| worker.spent_batches.put(batch));
             worker.update_requests(input)?;
             worker.read_logits(plan, hidden, &mut output)
         })?;

@@ -234,7 +234,7 @@ impl DynamicBatchScheduler {
         if self.must_wait_for_output() {
             return self.empty_plan();
         }
-        let mut step = StepBuilder::new(NonZeroU64::MIN.saturating_add(self.step), &mut self.spent);
+        let mut step = StepBuilder::new(NonZeroU64::MIN.saturating_add(self.step), std::mem::take(&mut self.spent));
         self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
@@ -245,7 +245,7 @@ impl DynamicBatchScheduler {
         self.counters.padding_tokens += step.num_padding as u64;
         self.counters.mixed_steps += u64::from(step.is_mixed());
         if step.is_empty() {
-            self.spent.keep(step);
+            self.spent = step.into_spent();
             return self.empty_plan();
         }
         self.step += 1;

@@ -1,7 +1,7 @@
 //! What the host does for a step in steady decode, on a device whose step costs nothing: `cargo bench -p
 //! pagemill-engine --bench host_cost [-- SEQUENCES STEPS] [warm|cold|ranks]`. Runs for each number of sequences:
 //!
-//! - *warm*: one thread, an executor that answers at once; scheduling, applying and delivering.
+//! - *warm*: the engine's thread and the sinks', an executor that answers at once; scheduling, applying and delivering.
 //! - *cold*: as *warm*, but the core's caches are emptied where the device would compute, as they are behind a step of
 //!   milliseconds.
 //! - *ranks*: the engine as it is, with a rank's thread and a free device of 2 ms a step; all parts, and what of them
@@ -88,7 +88,7 @@ fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExec
         num_stages: 1,
     });
     let memory = UnifiedMemoryAllocator::new(MemoryPlan::default());
-    InferenceEngine::new(scheduler, kv_cache, EchoExecutor::new(empties_caches), memory)
+    InferenceEngine::new(scheduler, kv_cache, EchoExecutor::new(empties_caches), memory).telling_on_a_thread()
 }
 
 fn with_ranks(num_sequences: usize) -> InferenceEngine {
@@ -101,7 +101,7 @@ fn with_ranks(num_sequences: usize) -> InferenceEngine {
         ..EngineConfig::default()
     };
     let rank = RankContext { backend: Arc::new(FreeDevice::new()), collective: Arc::new(SoloCollective) };
-    build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {}).unwrap().engine
+    build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {}).unwrap().engine.telling_on_a_thread()
 }
 
 /// Steps until all decode, then `num_steps` more; medians of what each cost.

@@ -22,15 +22,13 @@ pub(super) struct StepBuilder {
     pub(super) is_filler: bool,
     pub(super) num_padding: usize,
     num_tokens: usize,
-    /// The plan's decodes, then what is left of an earlier plan, to be made use of.
-    sequences: Vec<ScheduledSequence>,
+    /// What it is made of: the first `num_decodes` sequences and all entries are the plan's, the other sequences what
+    /// is left of an earlier plan, to be made use of.
+    spent: SpentMemory,
     num_decodes: usize,
-    /// That plan's step.
-    spent_step: u64,
     chunks: Vec<ScheduledSequence>,
-    /// Of the decodes.
-    entries: Vec<InFlightEntry>,
     chunk_entries: Vec<InFlightEntry>,
+    chunk_tables_since: Vec<u64>,
 }
 
 /// What `apply` must know of a plan.
@@ -71,26 +69,24 @@ pub(super) struct InFlightEntry {
 
 impl StepBuilder {
     /// An empty plan, to be made of what `spent` has.
-    pub(super) fn new(step: NonZeroU64, spent: &mut SpentMemory) -> Self {
-        let (sequences, spent_step, entries) = spent.hand_out();
+    pub(super) fn new(step: NonZeroU64, spent: SpentMemory) -> Self {
         Self {
             step,
             copies: Vec::new(),
             is_filler: false,
             num_padding: 0,
             num_tokens: 0,
-            sequences,
+            spent,
             num_decodes: 0,
-            spent_step,
             chunks: Vec::new(),
-            entries,
             chunk_entries: Vec::new(),
+            chunk_tables_since: Vec::new(),
         }
     }
 
-    /// Of a plan that came to nothing, what [`SpentMemory::hand_out`] gave.
-    pub(super) fn into_spares(self) -> (Vec<ScheduledSequence>, u64, Vec<InFlightEntry>) {
-        (self.sequences, self.spent_step, self.entries)
+    /// What a plan that came to nothing was to be made of.
+    pub(super) fn into_spent(self) -> SpentMemory {
+        self.spent
     }
 
     /// Schedules the sequence's next `num_tokens` tokens, whose blocks it already holds.
@@ -112,21 +108,23 @@ impl StepBuilder {
         };
         let scheduled = if is_decode {
             self.claim(sequence.id);
-            &mut self.sequences[self.num_decodes]
+            &mut self.spent.sequences[self.num_decodes]
         } else {
             let at = self.chunks.len();
             self.chunks.push(ScheduledSequence::empty(sequence.id));
             &mut self.chunks[at]
         };
-        write_share(scheduled, sequence, end, self.spent_step, kv_cache);
+        write_share(scheduled, sequence, end, self.spent.step, kv_cache);
         scheduled.prompt_logprobs = entry.prompt_logprobs;
         scheduled.num_padding = num_padding;
         entry.num_sampled = scheduled.sample.len();
         if is_decode {
             self.num_decodes += 1;
-            self.entries.push(entry);
+            self.spent.entries.push(entry);
+            self.spent.tables_since.push(sequence.tables_since);
         } else {
             self.chunk_entries.push(entry);
+            self.chunk_tables_since.push(sequence.tables_since);
         }
         self.num_tokens += num_tokens;
         self.num_padding += num_padding;
@@ -134,13 +132,13 @@ impl StepBuilder {
         sequence.num_in_flight += 1;
     }
 
-    /// Makes `sequences[num_decodes]` the next decode's: its share of the earlier plan if that is near, else an empty
+    /// Makes `spent.sequences[num_decodes]` the next decode's: its share of the earlier plan if that is near, else an empty
     /// one. Both plans are in order of precedence, so it is, but for those that have left since.
     fn claim(&mut self, id: SequenceId) {
-        let at = self.num_decodes;
-        match self.sequences[at..].iter().take(LOOK_AHEAD).position(|share| share.id == id) {
-            Some(distance) => self.sequences.swap(at, at + distance),
-            None => self.sequences.insert(at, ScheduledSequence::empty(id)),
+        let (at, sequences) = (self.num_decodes, &mut self.spent.sequences);
+        match sequences[at..].iter().take(LOOK_AHEAD).position(|share| share.id == id) {
+            Some(distance) => sequences.swap(at, at + distance),
+            None => sequences.insert(at, ScheduledSequence::empty(id)),
         }
     }
 
@@ -155,7 +153,7 @@ impl StepBuilder {
 
     /// Counts padding slots that belong to no scheduled sequence with the plan's first one.
     pub(super) fn add_padding(&mut self, num_slots: usize) {
-        if let Some(first) = self.sequences[..self.num_decodes].first_mut().or(self.chunks.first_mut()) {
+        if let Some(first) = self.spent.sequences[..self.num_decodes].first_mut().or(self.chunks.first_mut()) {
             first.num_padding += num_slots;
             self.num_padding += num_slots;
         }
@@ -163,22 +161,24 @@ impl StepBuilder {
 
     /// The plan, and what to remember of it.
     pub(super) fn finish(mut self, planned_at: Time) -> (StepPlan, InFlightStep) {
-        self.sequences.truncate(self.num_decodes);
-        self.sequences.append(&mut self.chunks);
-        self.entries.append(&mut self.chunk_entries);
+        let SpentMemory { mut sequences, mut entries, mut tables_since, .. } = self.spent;
+        sequences.truncate(self.num_decodes);
+        sequences.append(&mut self.chunks);
+        entries.append(&mut self.chunk_entries);
+        tables_since.append(&mut self.chunk_tables_since);
         let in_flight = InFlightStep {
             step: self.step,
             record: StepRecord {
                 is_filler: self.is_filler,
-                is_decode: self.sequences.len() == self.num_decodes,
+                is_decode: sequences.len() == self.num_decodes,
                 num_tokens: self.num_tokens,
                 planned_at,
                 is_beside_filler: false,
             },
             copies: self.copies.clone(),
-            entries: self.entries,
+            entries,
         };
-        (StepPlan { step: self.step.get(), block_copies: self.copies, sequences: self.sequences }, in_flight)
+        (StepPlan { step: self.step.get(), block_copies: self.copies, sequences, tables_since }, in_flight)
     }
 }
 
