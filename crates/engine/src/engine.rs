@@ -8,9 +8,7 @@ use crate::handle::EngineStatus;
 use crate::pipeline::PipelineExecutor;
 use crate::request::LiveRequest;
 use crate::requests::ByRequest;
-use crate::{
-    EngineError, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator,
-};
+use crate::{EngineError, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator};
 use pagemill_scheduler::{
     DynamicBatchScheduler, Event, PagedKvCache, RequestId, RequestSpec, SequenceId, StepPlan, Time,
 };

@@ -190,11 +190,11 @@ mod tests {
     struct Random(u64);
 
     impl Random {
-        fn below(&mut self, end: u64) -> u64 {
+        fn below(&mut self, end: u32) -> u32 {
             self.0 ^= self.0 << 13;
             self.0 ^= self.0 >> 7;
             self.0 ^= self.0 << 17;
-            (self.0 >> 11) % end
+            u32::try_from((self.0 >> 11) % u64::from(end)).unwrap()
         }
     }
 
@@ -231,15 +231,15 @@ mod tests {
     }
 
     fn request(id: u64, random: &mut Random) -> RequestSpec {
-        let prompt: Vec<u32> = (0..1 + random.below(20)).map(|at| (at % 3) as u32).collect();
+        let prompt: Vec<u32> = (0..1 + random.below(20)).map(|at| at % 3).collect();
         RequestSpec {
             id: RequestId(id),
             prompt,
             max_tokens: 1 + random.below(30) as usize,
             min_tokens: 0,
             stop_token_ids: vec![7],
-            n: 1 + random.below(2) as u32,
-            priority: random.below(3) as i32,
+            n: 1 + random.below(2),
+            priority: i32::from(random.below(3) == 0),
             cache_salt: None,
             prompt_logprobs: false,
             arrival: Time(id),
@@ -248,7 +248,7 @@ mod tests {
 
     fn outputs(plan: &StepPlan, random: &mut Random) -> StepOutput {
         let ids = plan.sequences.iter().flat_map(|sequence| sequence.sample.iter().copied());
-        let sampled = ids.map(|id| SampledToken { id, token: Ok(random.below(40) as u32), logprobs: None });
+        let sampled = ids.map(|id| SampledToken { id, token: Ok(random.below(40)), logprobs: None });
         StepOutput { step: plan.step, sampled: sampled.collect(), prompt_logprobs: Vec::new() }
     }
 
@@ -261,15 +261,15 @@ mod tests {
             (Packer::new(packing), BatchBuilder::default(), BatchBuilder::default());
         let mut in_flight: VecDeque<StepPlan> = VecDeque::new();
         let mut num_grown = 0;
-        for step in 0..200 {
+        for step in 0..200u32 {
             if random.below(4) == 0 {
-                let _ = scheduler.submit(request(step, &mut random), &kv_cache);
+                let _ = scheduler.submit(request(u64::from(step), &mut random), &kv_cache);
             }
             if random.below(20) == 0 {
-                scheduler.abort(RequestId(random.below(step + 1)), &mut kv_cache);
+                scheduler.abort(RequestId(random.below(step + 1).into()), &mut kv_cache);
             }
             if in_flight.len() < 2 {
-                let plan = scheduler.schedule(&mut kv_cache, Time(step));
+                let plan = scheduler.schedule(&mut kv_cache, Time(step.into()));
                 if !plan.is_empty() {
                     num_grown += plan.tables_since.iter().filter(|&&since| since < plan.step).count();
                     packer.pack(&plan, &mut in_place).unwrap();
@@ -283,7 +283,7 @@ mod tests {
             {
                 let output = outputs(&plan, &mut random);
                 scheduler.reuse(plan);
-                scheduler.apply(&mut kv_cache, output, Time(step));
+                scheduler.apply(&mut kv_cache, output, Time(step.into()));
             }
         }
         num_grown

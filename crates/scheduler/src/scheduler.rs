@@ -220,7 +220,7 @@ impl DynamicBatchScheduler {
     /// once the choice has ended.
     #[must_use]
     pub fn num_cached_tokens(&self, id: SequenceId) -> Option<usize> {
-        self.find(id).and_then(|sequence| sequence.num_cached_tokens)
+        self.find(id).and_then(Sequence::num_cached_tokens)
     }
 
     /// The next step; empty when nothing can run. An empty plan repeats the last step's number and
@@ -234,7 +234,7 @@ impl DynamicBatchScheduler {
         if self.must_wait_for_output() {
             return self.empty_plan();
         }
-        let mut step = StepBuilder::new(NonZeroU64::MIN.saturating_add(self.step), std::mem::take(&mut self.spent));
+        let mut step = StepBuilder::new(NonZeroU64::MIN.saturating_add(self.step), self.spent.take());
         self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
@@ -245,7 +245,7 @@ impl DynamicBatchScheduler {
         self.counters.padding_tokens += step.num_padding as u64;
         self.counters.mixed_steps += u64::from(step.is_mixed());
         if step.is_empty() {
-            self.spent = step.into_spent();
+            self.spent.put(step.into_spent());
             return self.empty_plan();
         }
         self.step += 1;
@@ -266,7 +266,7 @@ impl DynamicBatchScheduler {
     /// that steady decoding allocates nothing for a sequence and writes only what is new. No plan is another for it.
     /// Prompt chunks, which are long, are let go.
     pub fn reuse(&mut self, plan: StepPlan) {
-        self.spent.take_plan(plan);
+        self.spent.put_plan(plan);
     }
 
     fn empty_plan(&self) -> StepPlan {

@@ -101,7 +101,10 @@ fn with_ranks(num_sequences: usize) -> InferenceEngine {
         ..EngineConfig::default()
     };
     let rank = RankContext { backend: Arc::new(FreeDevice::new()), collective: Arc::new(SoloCollective) };
-    build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {}).unwrap().engine.telling_on_a_thread()
+    build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {})
+        .unwrap()
+        .engine
+        .telling_on_a_thread()
 }
 
 /// Steps until all decode, then `num_steps` more; medians of what each cost.
@@ -130,8 +133,9 @@ fn measure<E: Executor>(engine: &mut InferenceEngine<E>, num_sequences: usize, n
         values.sort_unstable();
         format!("{:7.1}", f64::from(u32::try_from(values[values.len() / 2]).unwrap()) / 1e3)
     };
+    let num_ahead: u64 = steps.iter().map(|host| host.steps_ahead).sum();
     format!(
-        "{} {} {} {} {} {}",
+        "{} {} {} {} {} {}   {num_ahead} of {num_steps} planned ahead",
         median(|host| host.schedule_ns),
         median(|host| host.layout_ns),
         median(|host| host.apply_ns),

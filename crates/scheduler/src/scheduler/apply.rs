@@ -25,22 +25,26 @@ impl DynamicBatchScheduler {
         kv_cache.release_copies(&flight.copies);
         let mut sampled = output.sampled.into_iter();
         let mut prompt_logprobs = output.prompt_logprobs;
-        let mut tokens: Vec<SampledToken> = Vec::new();
         for &entry in &flight.entries {
-            tokens.clear();
-            tokens.extend(sampled.by_ref().take(entry.num_sampled));
-            check_samples(entry, &tokens, output.step);
-            if !self.mark_applied(entry, flight.step, kv_cache) {
-                continue;
-            }
-            if entry.prompt_logprobs {
+            let is_live = self.mark_applied(entry, flight.step, kv_cache);
+            if is_live && entry.prompt_logprobs {
                 self.report_prompt_logprobs(entry.place, &mut prompt_logprobs, &mut events);
             }
-            self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
+            // The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
+            let SequenceId { request, choice } = entry.place.id;
+            let mut samples = (choice..).take(entry.num_sampled).map(|choice| {
+                let next = sampled.next();
+                let id = SequenceId { request, choice };
+                next.filter(|sample| sample.id == id).unwrap_or_else(|| not_sampled(entry, output.step))
+            });
+            if is_live {
+                self.apply_samples(entry, &mut samples, kv_cache, &mut events);
+            }
+            samples.for_each(drop);
         }
         assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", output.step);
         self.finished_decode = Some(flight.record).filter(|step| !step.is_filler && step.is_decode);
-        self.spent.take_entries(flight.entries);
+        self.spent.put_entries(flight.entries);
         events
     }
 
@@ -89,44 +93,41 @@ impl DynamicBatchScheduler {
         }
     }
 
-    fn apply_tokens(
+    /// Takes in what a live sequence's share of the step gave.
+    fn apply_samples(
         &mut self,
         entry: InFlightEntry,
-        tokens: &mut Vec<SampledToken>,
+        samples: &mut impl Iterator<Item = SampledToken>,
         kv_cache: &mut PagedKvCache,
         events: &mut Vec<Event>,
     ) {
-        let sequence = self.sequence(entry.place);
-        if tokens.is_empty() {
+        let place = entry.place;
+        let sequence = self.sequence(place);
+        let Some(first) = samples.next() else {
             if sequence.is_prompt_only() && entry.end == sequence.tokens.len() {
-                self.finish_without_tokens(entry.place, kv_cache, events);
+                self.finish_without_tokens(place, kv_cache, events);
             }
             return;
-        }
+        };
         let parts = sequence.num_unforked > 0;
-        let mut finished = None;
-        let mut siblings = Vec::new();
-        for sampled in tokens.drain(..) {
-            if sampled.id == entry.place.id {
-                finished = self.extend_with(entry.place, sampled, events);
-            } else {
-                assert!(parts, "{:?} was sampled from {:?}", sampled.id, entry.place.id);
-                siblings.extend(self.sibling_with(entry.place, sampled, events));
-            }
-        }
+        let is_finished = self.extend_with(place, first, events);
         if parts {
-            self.sequence_mut(entry.place).num_unforked = 0;
-            self.place_siblings(entry.place, siblings, finished.is_some(), kv_cache);
+            let mut siblings = Vec::new();
+            for sampled in samples {
+                siblings.extend(self.sibling_with(place, sampled, events));
+            }
+            self.sequence_mut(place).num_unforked = 0;
+            self.place_siblings(place, siblings, is_finished, kv_cache);
         }
-        if finished.is_some() {
-            self.end_sequence(entry.place.id, kv_cache);
+        if is_finished {
+            self.end_sequence(place.id, kv_cache);
         }
     }
 
     /// `max_tokens` is 0: the prompt is computed, which is all that every choice wanted.
     fn finish_without_tokens(&mut self, place: SequenceRef, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
         let (request, sequence) = (place.id.request, self.sequence(place));
-        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
+        let num_cached_tokens = sequence.num_cached_tokens().unwrap_or(0);
         for choice in 0..=sequence.num_unforked {
             let id = SequenceId { request, choice };
             events.push(Event::Finished { id, reason: FinishReason::Length, num_cached_tokens });
@@ -134,20 +135,12 @@ impl DynamicBatchScheduler {
         self.abort(request, kv_cache);
     }
 
-    /// Appends a token to a running sequence; why it ended, if it did.
-    fn extend_with(
-        &mut self,
-        place: SequenceRef,
-        sampled: SampledToken,
-        events: &mut Vec<Event>,
-    ) -> Option<FinishReason> {
+    /// Appends a token to a running sequence; whether it was the last.
+    fn extend_with(&mut self, place: SequenceRef, sampled: SampledToken, events: &mut Vec<Event>) -> bool {
         let max_seq_len = self.config.max_seq_len;
-        let sequence = self.sequence_mut(place);
-        let reason = sequence.accept(&sampled, max_seq_len);
-        report_token(sequence, sampled, reason.as_ref(), events);
-        let num_new = u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
+        let (is_finished, num_new) = accept(self.sequences.get_mut(place), sampled, max_seq_len, events);
         self.counters.generated_tokens += num_new;
-        reason
+        is_finished
     }
 
     /// A choice that parts from `parent` with its first token; `None` if that was its last.
@@ -158,10 +151,9 @@ impl DynamicBatchScheduler {
         events: &mut Vec<Event>,
     ) -> Option<Sequence> {
         let mut sibling = self.sequence(parent).sibling(sampled.id, self.config.ageing_us);
-        let reason = sibling.accept(&sampled, self.config.max_seq_len);
-        report_token(&sibling, sampled, reason.as_ref(), events);
-        self.counters.generated_tokens += u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
-        if reason.is_some() {
+        let (is_finished, num_new) = accept(&mut sibling, sampled, self.config.max_seq_len, events);
+        self.counters.generated_tokens += num_new;
+        if is_finished {
             self.count_ended(parent.id.request);
             return None;
         }
@@ -200,25 +192,30 @@ impl DynamicBatchScheduler {
     }
 }
 
-/// The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
-fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
-    let SequenceId { request, choice } = entry.place.id;
-    let in_order = tokens.iter().zip(choice..).all(|(token, choice)| token.id == SequenceId { request, choice });
-    assert!(
-        tokens.len() == entry.num_sampled && in_order,
-        "step {step} asked for {} samples from {:?} on and got {tokens:?}",
-        entry.num_sampled,
-        entry.place.id
-    );
+#[cold]
+fn not_sampled(entry: InFlightEntry, step: u64) -> ! {
+    let InFlightEntry { num_sampled, place, .. } = entry;
+    panic!("step {step} asked for {num_sampled} samples from {:?} on and got others", place.id);
 }
 
-/// The token, if there is one, and the end, if it is one.
-fn report_token(sequence: &Sequence, sampled: SampledToken, reason: Option<&FinishReason>, events: &mut Vec<Event>) {
-    if let Ok(token) = sampled.token {
-        events.push(Event::Token { id: sampled.id, token, logprobs: sampled.logprobs });
-    }
-    if let Some(reason) = reason {
-        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
-        events.push(Event::Finished { id: sampled.id, reason: reason.clone(), num_cached_tokens });
-    }
+/// Gives a sequence its sampled token and says so: the token, if there is one, and the end, if it is one. Whether it is
+/// the end, and how many tokens were generated.
+fn accept(
+    sequence: &mut Sequence,
+    sampled: SampledToken,
+    max_seq_len: usize,
+    events: &mut Vec<Event>,
+) -> (bool, u64) {
+    let SampledToken { id, token, logprobs } = sampled;
+    let (reason, num_new) = match token {
+        Ok(token) => {
+            events.push(Event::Token { id, token, logprobs });
+            (sequence.accept(token, max_seq_len), 1)
+        }
+        Err(why) => (Some(FinishReason::Failed(why)), 0),
+    };
+    let Some(reason) = reason else { return (false, num_new) };
+    let num_cached_tokens = sequence.num_cached_tokens().unwrap_or(0);
+    events.push(Event::Finished { id, reason, num_cached_tokens });
+    (true, num_new)
 }

@@ -50,9 +50,13 @@ impl DynamicBatchScheduler {
                 continue;
             }
             let sequence = self.sequence(rank.place());
+            let num_remaining = sequence.num_remaining();
+            if num_remaining == 0 {
+                continue;
+            }
             let is_decode = sequence.is_decode();
             let limit = if is_decode { budget.decode } else { budget.prefill.min(self.config.prefill_chunk_size) };
-            let num_tokens = sequence.num_remaining().min(limit);
+            let num_tokens = num_remaining.min(limit);
             if num_tokens == 0 {
                 continue;
             }
@@ -155,8 +159,9 @@ impl DynamicBatchScheduler {
         if pass.is_for_fillers() {
             return false;
         }
-        let is_victim =
-            |victim: &Rank| *victim > rank && pass.is_filler(*victim) && self.sequence(victim.place()).num_in_flight == 0;
+        let is_victim = |victim: &Rank| {
+            *victim > rank && pass.is_filler(*victim) && self.sequence(victim.place()).num_in_flight == 0
+        };
         let victims: Vec<Rank> = self.running.iter().copied().filter(is_victim).collect();
         let num_held: usize = victims.iter().map(|victim| kv_cache.num_held(victim.id)).sum();
         let num_wanted = self.blocks_wanted(rank.place(), hit, promised, kv_cache);
@@ -233,7 +238,6 @@ impl DynamicBatchScheduler {
         }
         let sequence = self.sequence_mut(place);
         sequence.begin(table, start, step.step.get());
-        sequence.num_cached_tokens.get_or_insert(start);
         step.push(sequence, num_tokens, 0, kv_cache);
         Some(num_tokens)
     }

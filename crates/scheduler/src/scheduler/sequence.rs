@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::sequences::SequenceRef;
 use super::waiting::Rank;
 use crate::kv_cache::{TableRef, TableSlot};
-use crate::{BlockHashChain, FinishReason, RequestSpec, SampledToken, SequenceId};
+use crate::{BlockHashChain, FinishReason, RequestSpec, SequenceId};
 
 /// A token that a plan in flight draws.
 #[derive(Clone, Copy, Debug)]
@@ -58,14 +58,14 @@ pub(super) struct Sequence {
     pub(super) num_in_flight: u32,
     /// Ended while a step in flight held it: gives its blocks back when that step is applied.
     pub(super) ended: bool,
-    /// The request, without its prompt (which is the head of `tokens`).
-    pub(super) spec: Arc<RequestSpec>,
     pub(super) rank: Rank,
     pub(super) chain: BlockHashChain,
-    /// Tokens that the first prefill found in the prefix cache.
-    pub(super) num_cached_tokens: Option<usize>,
+    /// The request, without its prompt (which is the head of `tokens`).
+    pub(super) spec: Arc<RequestSpec>,
     /// First prompt position whose log-probabilities have not been reported.
     pub(super) logprobs_from: usize,
+    /// Tokens that the first prefill found in the prefix cache.
+    num_cached_tokens: Option<u32>,
     /// Choices of this request that may run at once (a static batch grants them when it is formed).
     pub(super) num_granted: u32,
 }
@@ -125,6 +125,11 @@ impl Sequence {
         }
     }
 
+    /// Tokens that the first prefill found in the prefix cache; `None` before it.
+    pub(super) fn num_cached_tokens(&self) -> Option<usize> {
+        self.num_cached_tokens.map(|num_tokens| num_tokens as usize)
+    }
+
     /// Where it is among the live sequences.
     pub(super) fn place(&self) -> SequenceRef {
         self.rank.place()
@@ -135,6 +140,7 @@ impl Sequence {
         self.table = Some(table.slot());
         self.num_computed = num_tokens;
         self.num_applied = num_tokens;
+        self.num_cached_tokens.get_or_insert(u32::try_from(num_tokens).unwrap_or(u32::MAX));
         self.tables_since = step;
     }
 
@@ -218,11 +224,7 @@ impl Sequence {
     }
 
     /// Takes a sampled token; the reason, if it is the last one.
-    pub(super) fn accept(&mut self, sampled: &SampledToken, max_seq_len: usize) -> Option<FinishReason> {
-        let token = match &sampled.token {
-            Ok(token) => *token,
-            Err(reason) => return Some(FinishReason::Failed(reason.clone())),
-        };
+    pub(super) fn accept(&mut self, token: u32, max_seq_len: usize) -> Option<FinishReason> {
         self.tokens.push(token);
         let len = self.tokens.len();
         let may_stop = self.stop_bits & stop_bit(token) != 0 && len >= self.stops_from;

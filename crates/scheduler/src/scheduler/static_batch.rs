@@ -105,7 +105,6 @@ impl DynamicBatchScheduler {
         let sequence = self.sequence_mut(rank.place());
         sequence.num_granted = u32::try_from(granted).unwrap_or(u32::MAX);
         sequence.begin(kv_cache.table_of(rank.id), start, next_step);
-        sequence.num_cached_tokens.get_or_insert(start);
         self.waiting.remove(&rank);
         self.insert_running(rank);
     }

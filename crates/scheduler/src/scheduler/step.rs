@@ -5,7 +5,7 @@ use std::num::NonZeroU64;
 
 use super::sequence::Sequence;
 use super::sequences::SequenceRef;
-use super::spent::SpentMemory;
+use super::spent::SpentPlan;
 use crate::{BlockCopy, PagedKvCache, ScheduledSequence, SequenceId, StepPlan, Time};
 
 /// How far a decode looks for its share of an earlier plan: past those that have left since.
@@ -24,7 +24,7 @@ pub(super) struct StepBuilder {
     num_tokens: usize,
     /// What it is made of: the first `num_decodes` sequences and all entries are the plan's, the other sequences what
     /// is left of an earlier plan, to be made use of.
-    spent: SpentMemory,
+    spent: SpentPlan,
     num_decodes: usize,
     chunks: Vec<ScheduledSequence>,
     chunk_entries: Vec<InFlightEntry>,
@@ -69,7 +69,7 @@ pub(super) struct InFlightEntry {
 
 impl StepBuilder {
     /// An empty plan, to be made of what `spent` has.
-    pub(super) fn new(step: NonZeroU64, spent: SpentMemory) -> Self {
+    pub(super) fn new(step: NonZeroU64, spent: SpentPlan) -> Self {
         Self {
             step,
             copies: Vec::new(),
@@ -85,7 +85,7 @@ impl StepBuilder {
     }
 
     /// What a plan that came to nothing was to be made of.
-    pub(super) fn into_spent(self) -> SpentMemory {
+    pub(super) fn into_spent(self) -> SpentPlan {
         self.spent
     }
 
@@ -161,7 +161,7 @@ impl StepBuilder {
 
     /// The plan, and what to remember of it.
     pub(super) fn finish(mut self, planned_at: Time) -> (StepPlan, InFlightStep) {
-        let SpentMemory { mut sequences, mut entries, mut tables_since, .. } = self.spent;
+        let SpentPlan { mut sequences, mut entries, mut tables_since, .. } = self.spent;
         sequences.truncate(self.num_decodes);
         sequences.append(&mut self.chunks);
         entries.append(&mut self.chunk_entries);
