@@ -6,24 +6,30 @@ use std::collections::HashMap;
 use std::ops::Range;
 
 use super::table::BlockTable;
-use crate::SequenceId;
 use crate::id_hash::HashById;
+use crate::{RequestId, SequenceId};
 
 /// A table's place. Another sequence's may be there later, so every use says whose it should be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TableSlot(u32);
 
-/// Where a sequence's table is, for as long as the sequence holds one.
+/// Where a sequence's table is, for as long as the sequence holds one. Two words without a gap, so that it is copied as
+/// such.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct TableRef {
-    id: SequenceId,
+    request: RequestId,
+    choice: u32,
     slot: TableSlot,
 }
 
 impl TableRef {
     /// The table of `id`, which has been in `slot` since the sequence began to hold it.
     pub(crate) fn new(id: SequenceId, slot: TableSlot) -> Self {
-        Self { id, slot }
+        Self { request: id.request, choice: id.choice, slot }
+    }
+
+    fn id(self) -> SequenceId {
+        SequenceId { request: self.request, choice: self.choice }
     }
 
     pub(crate) fn slot(self) -> TableSlot {
@@ -90,7 +96,7 @@ impl Tables {
     /// When the sequence holds no table there any more.
     pub(super) fn marks(&self, at: TableRef) -> &Marks {
         let marks = &self.marks[at.idx()];
-        assert!(marks.owner == Some(at.id), "{:?} holds no table: its place is {:?}'s", at.id, marks.owner);
+        assert!(marks.owner == Some(at.id()), "{:?} holds no table: its place is {:?}'s", at.id(), marks.owner);
         marks
     }
 
@@ -121,7 +127,6 @@ impl Tables {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::RequestId;
 
     fn id(request: u64) -> SequenceId {
         SequenceId { request: RequestId(request), choice: 0 }

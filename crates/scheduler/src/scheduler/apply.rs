@@ -31,7 +31,7 @@ impl DynamicBatchScheduler {
                 self.report_prompt_logprobs(entry.place, &mut prompt_logprobs, &mut events);
             }
             // The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
-            let SequenceId { request, choice } = entry.place.id;
+            let SequenceId { request, choice } = entry.place.id();
             let mut samples = (choice..).take(entry.num_sampled).map(|choice| {
                 let next = sampled.next();
                 let id = SequenceId { request, choice };
@@ -58,7 +58,7 @@ impl DynamicBatchScheduler {
             if sequence.num_in_flight == 0 {
                 self.sequences.remove(entry.place);
                 self.num_ending -= 1;
-                kv_cache.free_sequence(entry.place.id);
+                kv_cache.free_sequence(entry.place.id());
             }
             return false;
         }
@@ -77,7 +77,7 @@ impl DynamicBatchScheduler {
         outputs: &mut Vec<(SequenceId, usize, Vec<crate::TokenLogprobs>)>,
         events: &mut Vec<Event>,
     ) {
-        let id = place.id;
+        let id = place.id();
         let Some(at) = outputs.iter().position(|(owner, _, _)| *owner == id) else {
             return;
         };
@@ -120,13 +120,13 @@ impl DynamicBatchScheduler {
             self.place_siblings(place, siblings, is_finished, kv_cache);
         }
         if is_finished {
-            self.end_sequence(place.id, kv_cache);
+            self.end_sequence(place.id(), kv_cache);
         }
     }
 
     /// `max_tokens` is 0: the prompt is computed, which is all that every choice wanted.
     fn finish_without_tokens(&mut self, place: SequenceRef, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
-        let (request, sequence) = (place.id.request, self.sequence(place));
+        let (request, sequence) = (place.id().request, self.sequence(place));
         let num_cached_tokens = sequence.num_cached_tokens().unwrap_or(0);
         for choice in 0..=sequence.num_unforked {
             let id = SequenceId { request, choice };
@@ -154,7 +154,7 @@ impl DynamicBatchScheduler {
         let (is_finished, num_new) = accept(&mut sibling, sampled, self.config.max_seq_len, events);
         self.counters.generated_tokens += num_new;
         if is_finished {
-            self.count_ended(parent.id.request);
+            self.count_ended(parent.id().request);
             return None;
         }
         Some(sibling)
@@ -177,7 +177,7 @@ impl DynamicBatchScheduler {
         for sibling in siblings {
             let rank = self.sequences.insert(sibling);
             if kv_cache.can_fork() && self.running.len() < room && num_placed < num_granted {
-                kv_cache.fork(parent.id, rank.id);
+                kv_cache.fork(parent.id(), rank.id);
                 let (table, next_step) = (kv_cache.table_of(rank.id), self.step + 1);
                 self.sequence_mut(rank.place()).begin(table, num_computed, next_step);
                 self.insert_running(rank);
@@ -195,7 +195,7 @@ impl DynamicBatchScheduler {
 #[cold]
 fn not_sampled(entry: InFlightEntry, step: u64) -> ! {
     let InFlightEntry { num_sampled, place, .. } = entry;
-    panic!("step {step} asked for {num_sampled} samples from {:?} on and got others", place.id);
+    panic!("step {step} asked for {num_sampled} samples from {:?} on and got others", place.id());
 }
 
 /// Gives a sequence its sampled token and says so: the token, if there is one, and the end, if it is one. Whether it is

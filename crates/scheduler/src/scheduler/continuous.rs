@@ -187,7 +187,7 @@ impl DynamicBatchScheduler {
         }
         let (num_computed, num_remaining) = (sequence.num_computed, sequence.num_remaining());
         let peak = kv_cache.blocks_to_reach(num_computed, num_computed + num_remaining);
-        peak.saturating_sub(kv_cache.num_held(place.id))
+        peak.saturating_sub(kv_cache.num_held(place.id()))
     }
 
     pub(super) fn look_up_prefix(&mut self, place: SequenceRef, kv_cache: &PagedKvCache) -> PrefixHit {
@@ -228,7 +228,7 @@ impl DynamicBatchScheduler {
         kv_cache: &mut PagedKvCache,
         budget: usize,
     ) -> Option<usize> {
-        let (id, start) = (place.id, hit.num_tokens);
+        let (id, start) = (place.id(), hit.num_tokens);
         let num_tokens = (self.sequence(place).tokens.len() - start).min(budget).min(self.config.prefill_chunk_size);
         kv_cache.start_sequence(id, hit).ok()?;
         let table = kv_cache.table_of(id);

@@ -6,18 +6,30 @@ use std::collections::HashMap;
 
 use super::sequence::Sequence;
 use super::waiting::Rank;
-use crate::SequenceId;
 use crate::id_hash::HashById;
+use crate::{RequestId, SequenceId};
 
 /// A place among the live sequences.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Slot(u32);
 
-/// Where a sequence is, for as long as it lives.
+/// Where a sequence is, for as long as it lives. Two words without a gap, so that it is copied as such.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct SequenceRef {
-    pub(super) id: SequenceId,
-    pub(super) slot: Slot,
+    request: RequestId,
+    choice: u32,
+    slot: Slot,
+}
+
+impl SequenceRef {
+    /// The sequence of `id`, which has been in `slot` since it came.
+    pub(super) fn new(id: SequenceId, slot: Slot) -> Self {
+        Self { request: id.request, choice: id.choice, slot }
+    }
+
+    pub(super) fn id(self) -> SequenceId {
+        SequenceId { request: self.request, choice: self.choice }
+    }
 }
 
 /// Sequences by slot and by id.
@@ -48,20 +60,20 @@ impl Sequences {
 
     pub(super) fn remove(&mut self, at: SequenceRef) {
         self.get(at);
-        self.by_id.remove(&at.id);
+        self.by_id.remove(&at.id());
         self.slots[at.slot.0 as usize] = None;
         self.free.push(at.slot);
     }
 
     pub(super) fn find(&self, id: SequenceId) -> Option<SequenceRef> {
-        self.by_id.get(&id).map(|&slot| SequenceRef { id, slot })
+        self.by_id.get(&id).map(|&slot| SequenceRef::new(id, slot))
     }
 
     /// # Panics
     /// When the sequence is not there any more: another's tokens are not for it.
     pub(super) fn get(&self, at: SequenceRef) -> &Sequence {
         match &self.slots[at.slot.0 as usize] {
-            Some(sequence) if sequence.id == at.id => sequence,
+            Some(sequence) if sequence.id == at.id() => sequence,
             _ => self.not_live(at),
         }
     }
@@ -77,7 +89,7 @@ impl Sequences {
     #[cold]
     fn not_live(&self, at: SequenceRef) -> ! {
         let found = self.slots[at.slot.0 as usize].as_ref().map(|sequence| sequence.id);
-        panic!("{:?} is scheduled but not live: its slot holds {found:?}", at.id);
+        panic!("{:?} is scheduled but not live: its slot holds {found:?}", at.id());
     }
 }
 
@@ -85,7 +97,7 @@ impl Sequences {
 #[allow(clippy::unwrap_used)]
 mod tests {
     use super::*;
-    use crate::{RequestId, RequestSpec, Time};
+    use crate::{RequestSpec, Time};
     use std::mem::offset_of;
 
     fn sequence(request: u64) -> Sequence {
@@ -111,9 +123,9 @@ mod tests {
         let second = sequences.insert(sequence(2)).place();
         sequences.remove(first);
         let third = sequences.insert(sequence(3)).place();
-        assert_eq!((third.slot, sequences.find(first.id)), (first.slot, None));
+        assert_eq!((third.slot, sequences.find(first.id())), (first.slot, None));
         for at in [second, third] {
-            assert_eq!((sequences.get(at).id, sequences.find(at.id)), (at.id, Some(at)));
+            assert_eq!((sequences.get(at).id, sequences.find(at.id())), (at.id(), Some(at)));
         }
     }
 

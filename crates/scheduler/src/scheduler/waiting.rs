@@ -34,7 +34,7 @@ impl Rank {
 
     /// Where the sequence is.
     pub(super) fn place(self) -> SequenceRef {
-        SequenceRef { id: self.id, slot: self.slot }
+        SequenceRef::new(self.id, self.slot)
     }
 }
 
