@@ -262,9 +262,9 @@ impl DynamicBatchScheduler {
         plan
     }
 
-    /// Takes back a plan that nobody reads any more, as it was but for tokens filled in: the next one is made of it, so
-    /// that steady decoding allocates nothing for a sequence and writes only what is new. No plan is another for it.
-    /// Prompt chunks, which are long, are let go.
+    /// Takes back a plan that nobody reads any more, as it was: the next one is made of it, so that steady decoding
+    /// allocates nothing for a sequence and writes only what is new. No plan is another for it. Prompt chunks, which are
+    /// long, are let go.
     pub fn reuse(&mut self, plan: StepPlan) {
         self.spent.put_plan(plan);
     }

@@ -25,7 +25,7 @@ impl DynamicBatchScheduler {
         kv_cache.release_copies(&flight.copies);
         let mut sampled = output.sampled.into_iter();
         let mut prompt_logprobs = output.prompt_logprobs;
-        for &entry in &flight.entries {
+        for entry in &flight.entries {
             let is_live = self.mark_applied(entry, flight.step, kv_cache);
             if is_live && entry.prompt_logprobs {
                 self.report_prompt_logprobs(entry.place, &mut prompt_logprobs, &mut events);
@@ -49,7 +49,7 @@ impl DynamicBatchScheduler {
     }
 
     /// The entry's tokens are in the cache; whether its sequence is still live.
-    fn mark_applied(&mut self, entry: InFlightEntry, step: NonZeroU64, kv_cache: &mut PagedKvCache) -> bool {
+    fn mark_applied(&mut self, entry: &InFlightEntry, step: NonZeroU64, kv_cache: &mut PagedKvCache) -> bool {
         self.counters.prompt_tokens += entry.num_prompt_tokens as u64;
         let next_step = self.step + 1;
         let sequence = self.sequences.get_mut(entry.place);
@@ -96,7 +96,7 @@ impl DynamicBatchScheduler {
     /// Takes in what a live sequence's share of the step gave.
     fn apply_samples(
         &mut self,
-        entry: InFlightEntry,
+        entry: &InFlightEntry,
         samples: &mut impl Iterator<Item = SampledToken>,
         kv_cache: &mut PagedKvCache,
         events: &mut Vec<Event>,
@@ -193,9 +193,9 @@ impl DynamicBatchScheduler {
 }
 
 #[cold]
-fn not_sampled(entry: InFlightEntry, step: u64) -> ! {
-    let InFlightEntry { num_sampled, place, .. } = entry;
-    panic!("step {step} asked for {num_sampled} samples from {:?} on and got others", place.id());
+fn not_sampled(entry: &InFlightEntry, step: u64) -> ! {
+    let (num_sampled, id) = (entry.num_sampled, entry.place.id());
+    panic!("step {step} asked for {num_sampled} samples from {id:?} on and got others");
 }
 
 /// Gives a sequence its sampled token and says so: the token, if there is one, and the end, if it is one. Whether it is
@@ -209,7 +209,11 @@ fn accept(
     let SampledToken { id, token, logprobs } = sampled;
     let (reason, num_new) = match token {
         Ok(token) => {
-            events.push(Event::Token { id, token, logprobs });
+            match logprobs {
+                // Most have none: nothing is copied then.
+                None => events.push(Event::Token { id, token, logprobs: None }),
+                logprobs => events.push(Event::Token { id, token, logprobs }),
+            }
             (sequence.accept(token, max_seq_len), 1)
         }
         Err(why) => (Some(FinishReason::Failed(why)), 0),

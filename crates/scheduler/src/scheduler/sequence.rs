@@ -181,13 +181,16 @@ impl Sequence {
         self.len_limit == self.prompt_len
     }
 
-    /// Tokens `[num_computed, end)` into `tokens`, with 0 for one that is not known yet; and that one's place among
-    /// those that the plan in flight draws.
-    pub(super) fn write_tokens_until(&self, end: usize, tokens: &mut Vec<u32>) -> Option<u32> {
+    /// Tokens `[num_computed, end)` into `tokens`, with 0 for one that is not known yet.
+    pub(super) fn write_tokens_until(&self, end: usize, tokens: &mut Vec<u32>) {
         let known = self.num_computed.min(self.tokens.len())..end.min(self.tokens.len());
         tokens.clear();
         tokens.extend_from_slice(&self.tokens[known]);
         tokens.resize(end - self.num_computed, 0);
+    }
+
+    /// Where the last token before `end` is not known yet: its place among those that the plan in flight draws.
+    pub(super) fn awaited_at(&self, end: usize) -> Option<u32> {
         self.draw.filter(|_| end > self.tokens.len()).map(|draw| draw.idx)
     }
 

@@ -99,13 +99,6 @@ impl StepBuilder {
     ) {
         let end = sequence.num_computed + num_tokens;
         let is_decode = sequence.is_decode();
-        let mut entry = InFlightEntry {
-            place: sequence.place(),
-            end,
-            num_prompt_tokens: if is_decode { 0 } else { num_tokens },
-            num_sampled: 0,
-            prompt_logprobs: sequence.wants_prompt_logprobs(end),
-        };
         let scheduled = if is_decode {
             self.claim(sequence.id);
             &mut self.spent.sequences[self.num_decodes]
@@ -115,16 +108,17 @@ impl StepBuilder {
             &mut self.chunks[at]
         };
         write_share(scheduled, sequence, end, self.spent.step, kv_cache);
-        scheduled.prompt_logprobs = entry.prompt_logprobs;
         scheduled.num_padding = num_padding;
-        entry.num_sampled = scheduled.sample.len();
+        let (place, num_sampled) = (sequence.place(), scheduled.sample.len());
+        let prompt_logprobs = scheduled.prompt_logprobs;
         if is_decode {
             self.num_decodes += 1;
-            self.spent.entries.push(entry);
             self.spent.tables_since.push(sequence.tables_since);
+            self.spent.entries.push(InFlightEntry { place, end, num_prompt_tokens: 0, num_sampled, prompt_logprobs });
         } else {
-            self.chunk_entries.push(entry);
             self.chunk_tables_since.push(sequence.tables_since);
+            let num_prompt_tokens = num_tokens;
+            self.chunk_entries.push(InFlightEntry { place, end, num_prompt_tokens, num_sampled, prompt_logprobs });
         }
         self.num_tokens += num_tokens;
         self.num_padding += num_padding;
@@ -183,8 +177,7 @@ impl StepBuilder {
 }
 
 /// Writes the sequence's tokens up to `end` into its share of a plan. What it holds is that of `spent_step`, or nothing:
-/// of the block tables of a decode only what has come since is written then, and the one choice that is sampled is the
-/// same.
+/// of a decode only what has changed since is written then.
 fn write_share(
     share: &mut ScheduledSequence,
     sequence: &Sequence,
@@ -194,7 +187,11 @@ fn write_share(
 ) {
     let block_size = kv_cache.config().block_size;
     let num_kept = if share.token_ids.len() == 1 && spent_step >= sequence.tables_since { share.start + 1 } else { 0 };
-    share.drawn_idx = sequence.write_tokens_until(end, &mut share.token_ids);
+    let awaited = sequence.awaited_at(end);
+    if num_kept == 0 || share.drawn_idx.is_none() || awaited.is_none() {
+        sequence.write_tokens_until(end, &mut share.token_ids);
+    }
+    share.drawn_idx = awaited;
     share.start = sequence.num_computed;
     if num_kept == 0 {
         kv_cache.write_block_tables(sequence.table(), end, &mut share.block_tables);
@@ -204,4 +201,5 @@ fn write_share(
     if num_kept == 0 || share.sample.len() != 1 || sequence.num_sampled_at(end) != 1 {
         sequence.write_choices_sampled_at(end, &mut share.sample);
     }
+    share.prompt_logprobs = sequence.wants_prompt_logprobs(end);
 }

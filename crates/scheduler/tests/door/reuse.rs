@@ -1,5 +1,4 @@
-//! Plans that come back change no plan: a scheduler that gets every plan back, with tokens filled in, plans what one
-//! does that gets none.
+//! Plans that come back change no plan: a scheduler that gets every plan back plans what one does that gets none.
 
 use pagemill_scheduler::*;
 use std::collections::VecDeque;
@@ -45,14 +44,11 @@ impl Twins {
     }
 
     fn apply(&mut self, random: u64, now: Time) {
-        let Some(mut plan) = self.in_flight.pop_front() else { return };
+        let Some(plan) = self.in_flight.pop_front() else { return };
         let ids: Vec<SequenceId> = plan.sequences.iter().flat_map(|sequence| sequence.sample.clone()).collect();
         let draw = |id: SequenceId| mix(random, id.request.0 * 8 + u64::from(id.choice)) % 40;
         let sampled: Vec<SampledToken> =
             ids.iter().map(|&id| SampledToken { id, token: Ok(draw(id) as u32), logprobs: None }).collect();
-        for sequence in plan.sequences.iter_mut().filter(|sequence| sequence.drawn_idx.is_some()) {
-            *sequence.token_ids.last_mut().unwrap() = 99;
-        }
         let output = StepOutput { step: plan.step, sampled, prompt_logprobs: Vec::new() };
         self.with.0.reuse(plan);
         let [events, expected] = self.each().map(|(scheduler, cache)| scheduler.apply(cache, output.clone(), now));
