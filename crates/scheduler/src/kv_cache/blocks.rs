@@ -89,9 +89,8 @@ impl Blocks {
                 if self.pool.skips_share_count && self.pool.meta(block).place != Place::Owned {
                     continue;
                 }
-                if self.index.find(key).is_none() && self.pool.meta(block).key.is_none() {
+                if self.pool.meta(block).key.is_none() && self.index.insert(key, block) {
                     self.pool.set_key(block, key);
-                    self.index.insert(key, block);
                 }
             }
         }

@@ -5,6 +5,7 @@ use super::DynamicBatchScheduler;
 use super::sequence::Sequence;
 use super::sequences::SequenceRef;
 use super::step::InFlightEntry;
+use std::hint::black_box;
 use std::num::NonZeroU64;
 
 use crate::{Event, FinishReason, PagedKvCache, SampledToken, SequenceId, StepOutput, Time};
@@ -23,6 +24,7 @@ impl DynamicBatchScheduler {
             panic!("output of step {} arrived; the oldest step in flight is {oldest:?}", output.step);
         };
         kv_cache.release_copies(&flight.copies);
+        self.fetch(&flight.entries);
         let mut sampled = output.sampled.into_iter();
         let mut prompt_logprobs = output.prompt_logprobs;
         for entry in &flight.entries {
@@ -46,6 +48,13 @@ impl DynamicBatchScheduler {
         self.finished_decode = Some(flight.record).filter(|step| !step.is_filler && step.is_decode);
         self.spent.put_entries(flight.entries);
         events
+    }
+
+    /// Reads where every sequence's next token goes. With hundreds of sequences the memory behind a step's device time
+    /// is far: reads of it overlap, while writes wait one for the other.
+    fn fetch(&self, entries: &[InFlightEntry]) {
+        let newest = entries.iter().filter_map(|entry| self.sequence(entry.place).tokens.last());
+        black_box(newest.fold(0, |seen, token| seen ^ token));
     }
 
     /// The entry's tokens are in the cache; whether its sequence is still live.
@@ -209,11 +218,7 @@ fn accept(
     let SampledToken { id, token, logprobs } = sampled;
     let (reason, num_new) = match token {
         Ok(token) => {
-            match logprobs {
-                // Most have none: nothing is copied then.
-                None => events.push(Event::Token { id, token, logprobs: None }),
-                logprobs => events.push(Event::Token { id, token, logprobs }),
-            }
+            events.push(Event::Token { id, token, logprobs });
             (sequence.accept(token, max_seq_len), 1)
         }
         Err(why) => (Some(FinishReason::Failed(why)), 0),
