@@ -209,12 +209,7 @@ fn not_sampled(entry: &InFlightEntry, step: u64) -> ! {
 
 /// Gives a sequence its sampled token and says so: the token, if there is one, and the end, if it is one. Whether it is
 /// the end, and how many tokens were generated.
-fn accept(
-    sequence: &mut Sequence,
-    sampled: SampledToken,
-    max_seq_len: usize,
-    events: &mut Vec<Event>,
-) -> (bool, u64) {
+fn accept(sequence: &mut Sequence, sampled: SampledToken, max_seq_len: usize, events: &mut Vec<Event>) -> (bool, u64) {
     let SampledToken { id, token, logprobs } = sampled;
     let (reason, num_new) = match token {
         Ok(token) => {
