@@ -9,8 +9,7 @@
 
 use crate::EngineError;
 use crate::draws::Draws;
-use crate::packer::copy_layout;
-use pagemill_backend::BatchLayout;
+use pagemill_backend::{BackendError, BatchLayout, CheckedLayout, KvPoolSpec};
 use pagemill_scheduler::{BlockId, ScheduledSequence, StepPlan};
 use std::ops::Range;
 
@@ -28,8 +27,10 @@ pub(crate) struct Packing {
 pub(crate) struct BatchBuilder {
     /// `[T]`, aligned with `layout.positions`.
     pub(crate) token_ids: Vec<u32>,
-    /// The rest of the batch.
+    /// The rest of the batch; empty while it is `checked`.
     pub(crate) layout: BatchLayout,
+    /// The rest of the batch, once it was checked and until it is uploaded or changed.
+    pub(crate) checked: Option<CheckedLayout>,
     /// Tokens that the step before draws, as (place among `token_ids`, place among its draws): 0 stands for them
     /// until [`Self::fill_in`].
     awaited: Vec<(usize, u32)>,
@@ -49,11 +50,30 @@ impl BatchBuilder {
 
     /// Becomes a copy of another batch, in its own memory.
     pub(crate) fn copy_from(&mut self, other: &Self) {
-        let Self { token_ids, layout, awaited, num_padding } = self;
-        token_ids.clone_from(&other.token_ids);
-        copy_layout(&other.layout, layout);
-        awaited.clone_from(&other.awaited);
-        *num_padding = other.num_padding;
+        self.uncheck();
+        self.token_ids.clone_from(&other.token_ids);
+        self.awaited.clone_from(&other.awaited);
+        self.num_padding = other.num_padding;
+        match &other.checked {
+            Some(checked) => self.checked = Some(checked.copy_into(std::mem::take(&mut self.layout))),
+            None => self.layout.clone_from(&other.layout),
+        }
+    }
+
+    /// Has the layout checked for a pool, so that nobody has to at the upload.
+    ///
+    /// # Errors
+    /// What kernels could not take for granted.
+    pub(crate) fn check(&mut self, pool: &KvPoolSpec) -> Result<(), BackendError> {
+        self.checked = Some(CheckedLayout::new(std::mem::take(&mut self.layout), pool)?);
+        Ok(())
+    }
+
+    /// Makes the layout one that may be changed.
+    fn uncheck(&mut self) {
+        if let Some(checked) = self.checked.take() {
+            self.layout = checked.into_layout();
+        }
     }
 
     /// Puts the tokens that the step before drew in their places.
@@ -71,6 +91,7 @@ impl BatchBuilder {
 
     /// Empties the batch, keeping its vectors.
     pub(crate) fn clear(&mut self, num_groups: usize) {
+        self.uncheck();
         self.token_ids.clear();
         self.awaited.clear();
         self.num_padding = 0;
@@ -161,6 +182,7 @@ impl BatchBuilder {
     /// Packs `len ≤ block_size` padding tokens as a sequence of their own that lives in `block`, in
     /// every group: they read nothing but one another, and nobody reads them.
     pub(crate) fn push_padding(&mut self, block: u32, len: usize, block_size: usize) -> Result<(), EngineError> {
+        self.uncheck();
         self.token_ids.extend(std::iter::repeat_n(0, len));
         for group_idx in 0..self.layout.groups.len() {
             self.push_slots_of(group_idx, &[BlockId(block)], 0..len, block_size)

@@ -140,7 +140,7 @@ impl Packer {
         *step = plan.step;
         ids.clear();
         ids.extend(plan.sequences.iter().map(|sequence| sequence.id));
-        copy_layout(&batch.layout, layout);
+        layout.clone_from(&batch.layout);
     }
 }
 
@@ -160,19 +160,6 @@ fn entries_of(group: &GroupLayout, seq: usize) -> Range<usize> {
 fn finish_run(run: &mut Range<usize>, last: &GroupLayout, group: &mut GroupLayout) {
     group.block_table.extend_from_slice(&last.block_table[run.clone()]);
     run.start = run.end;
-}
-
-/// `from` into `to`, in its memory.
-pub(crate) fn copy_layout(from: &BatchLayout, to: &mut BatchLayout) {
-    to.query_start.clone_from(&from.query_start);
-    to.seq_lens.clone_from(&from.seq_lens);
-    to.positions.clone_from(&from.positions);
-    to.groups.resize_with(from.groups.len(), GroupLayout::default);
-    for (from, to) in from.groups.iter().zip(&mut to.groups) {
-        to.slot_mapping.clone_from(&from.slot_mapping);
-        to.block_table.clone_from(&from.block_table);
-        to.block_table_start.clone_from(&from.block_table_start);
-    }
 }
 
 #[cfg(test)]

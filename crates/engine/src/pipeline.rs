@@ -11,7 +11,7 @@ use crate::step_times::StepTimes;
 use crate::worker::Worker;
 use crate::{EngineError, Executor, RankHostTime, StepInput};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Select, Sender, TryRecvError, bounded};
-use pagemill_backend::Collective;
+use pagemill_backend::{Collective, KvPoolSpec};
 use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::{StepOutput, StepPlan};
 use std::collections::VecDeque;
@@ -50,6 +50,8 @@ pub struct PipelineExecutor {
     /// Stage by stage.
     ranks: Vec<RankThread>,
     packer: Packer,
+    /// The shape of the first rank's pool; others differ in heads only.
+    pool: KvPoolSpec,
     /// Batches that ranks of this process are done with.
     spent_batches: SpentBatches,
     /// Nanoseconds spent on packing batches here.
@@ -147,8 +149,8 @@ impl PipelineExecutor {
     /// The system gave no thread, or there is no worker.
     pub(crate) fn start(mut workers: Vec<Worker>) -> Result<Self, EngineError> {
         join_draws(&mut workers);
-        let first = workers.first().map(|worker| (worker.collective(), worker.packing()));
-        let (collective, packing) = first.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
+        let first = workers.first().map(|worker| (worker.collective(), (worker.packing(), worker.pool().clone())));
+        let (collective, batches) = first.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
         let may_spin = workers.iter().all(|worker| !worker.shares_cores());
@@ -160,7 +162,7 @@ impl PipelineExecutor {
             .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
             .collect::<Result<_, _>>()?;
         let channels = Channels { remote_inputs: None, outputs, failure, spent_batches };
-        Ok(Self::over(ranks, packing, channels, collective, may_spin))
+        Ok(Self::over(ranks, batches, channels, collective, may_spin))
     }
 
     /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
@@ -178,7 +180,8 @@ impl PipelineExecutor {
             let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
             return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
         }
-        let (collective, packing, may_spin) = (worker.collective(), worker.packing(), !worker.shares_cores());
+        let (collective, may_spin) = (worker.collective(), !worker.shares_cores());
+        let batches = (worker.packing(), worker.pool().clone());
         let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
         ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
             let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
@@ -187,12 +190,12 @@ impl PipelineExecutor {
         }));
         let channels =
             Channels { remote_inputs: Some(inputs), outputs, failure, spent_batches: SpentBatches::default() };
-        Ok(Self::over(ranks, packing, channels, collective, may_spin))
+        Ok(Self::over(ranks, batches, channels, collective, may_spin))
     }
 
     fn over(
         ranks: Vec<RankThread>,
-        packing: Packing,
+        (packing, pool): (Packing, KvPoolSpec),
         channels: Channels,
         collective: Arc<dyn Collective>,
         may_spin: bool,
@@ -201,6 +204,7 @@ impl PipelineExecutor {
         Self {
             ranks,
             packer: Packer::new(packing),
+            pool,
             spent_batches,
             packing_ns: 0,
             remote_inputs,
@@ -258,6 +262,7 @@ impl PipelineExecutor {
         let started = Instant::now();
         let mut batch = self.spent_batches.take();
         self.packer.pack(&input.plan, &mut batch)?;
+        batch.check(&self.pool)?;
         self.packing_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(Some(batch))
     }

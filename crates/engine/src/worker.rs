@@ -199,6 +199,11 @@ impl Worker {
         self.meter = Arc::default();
     }
 
+    /// The shape of its pool.
+    pub(crate) fn pool(&self) -> &KvPoolSpec {
+        self.kv.spec()
+    }
+
     /// How its batches are packed.
     pub(crate) fn packing(&self) -> Packing {
         Packing { num_groups: self.model.spec().kv_groups.len(), block_size: self.kv.spec().block_size }
@@ -328,8 +333,11 @@ impl Worker {
 
     /// Runs the stage's layers over the packed batch: hidden states `[T, D]`.
     fn forward(&mut self, incoming: Option<Tensor>) -> Result<Tensor, EngineError> {
-        let layout = std::mem::take(&mut self.batch.layout);
-        let batch = self.cx.backend.upload_batch(layout, self.kv.spec())?;
+        let (backend, pool) = (self.cx.backend.as_ref(), self.kv.spec());
+        let batch = match self.batch.checked.take() {
+            Some(layout) => backend.upload_checked(layout, pool)?,
+            None => backend.upload_batch(std::mem::take(&mut self.batch.layout), pool)?,
+        };
         let packed = *self.host.packed.get_or_insert_with(Instant::now);
         self.host.launched.get_or_insert(packed);
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };

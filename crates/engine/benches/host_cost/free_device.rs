@@ -1,11 +1,11 @@
 //! A device that takes 2 ms for every step and computes nothing: it checks what is uploaded and copies it once, as a
 //! device of its own memory does, and draws one token for everybody.
 
-use pagemill_backend::check::ensure_batch;
 use pagemill_backend::sampling::{RowOutcome, RowTask};
 use pagemill_backend::{
-    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CpuBackend, CpuConfig, DeviceBatch,
-    DeviceBuffer, DeviceInfo, KvPool, KvPoolSpec, LinearPart, ReadRows, RopeTable, Tensor, Weight, WeightDesc,
+    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout, CpuBackend, CpuConfig,
+    DeviceBatch, DeviceBuffer, DeviceInfo, KvPool, KvPoolSpec, LinearPart, ReadRows, RopeTable, Tensor, Weight,
+    WeightDesc,
 };
 use std::any::Any;
 use std::hint::black_box;
@@ -72,7 +72,11 @@ impl Backend for FreeDevice {
     }
 
     fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
-        ensure_batch(&layout, kv)?;
+        self.upload_checked(CheckedLayout::new(layout, kv)?, kv)
+    }
+
+    fn upload_checked(&self, layout: CheckedLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
+        let layout = layout.into_layout_for(kv)?;
         let group = &layout.groups[0];
         self.copy(&[&layout.positions, &group.slot_mapping, &group.block_table_start, &group.block_table]);
         Ok(DeviceBatch { layout, device: None })
