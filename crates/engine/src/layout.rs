@@ -146,7 +146,11 @@ impl BatchBuilder {
         if sequence.token_ids.is_empty() {
             return Err(EngineError::Internal(format!("plan of {:?}: 0 tokens", sequence.id)));
         }
-        self.token_ids.extend_from_slice(&sequence.token_ids);
+        match sequence.drawn_idx {
+            // Known to be 0: the plan need not be read.
+            Some(_) if sequence.token_ids.len() == 1 => self.token_ids.push(0),
+            _ => self.token_ids.extend_from_slice(&sequence.token_ids),
+        }
         self.awaited.extend(sequence.drawn_idx.map(|idx| (self.token_ids.len() - 1, idx)));
         self.num_padding += sequence.num_padding;
         Ok(())
