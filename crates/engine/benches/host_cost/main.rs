@@ -30,8 +30,12 @@ use std::time::Instant;
 /// Tokens of the longest prompt; others are shorter by up to a block, so that as many begin a block in each step.
 const PROMPT_LEN: usize = 1000;
 const BLOCK_SIZE: usize = 16;
+/// Room for a prompt and 600 tokens.
+const BLOCKS_A_SEQUENCE: usize = 100;
 /// Steps before any counts.
 const WARM_UP: usize = 40;
+/// Times that the batch is filled with other prompts before: then all memory has been used, and every block has a name.
+const ROUNDS_BEFORE: usize = 3;
 
 /// Notes when each token came, as `bench latency` does.
 struct NotingSink {
@@ -51,7 +55,7 @@ impl EventSink for NotingSink {
 }
 
 fn request(at: usize, num_tokens: usize) -> Request {
-    let prompt = (0..PROMPT_LEN - at % BLOCK_SIZE).map(|i| u32::try_from((at * 131 + i * 7) % 500).unwrap()).collect();
+    let prompt = (0..PROMPT_LEN - at % BLOCK_SIZE).map(|i| u32::try_from((at * 131 + i * 7 + i * at) % 499).unwrap()).collect();
     Request {
         prompt,
         max_tokens: num_tokens,
@@ -66,7 +70,7 @@ fn request(at: usize, num_tokens: usize) -> Request {
 fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExecutor> {
     let max_seq_len = 4096;
     let kv_cache = PagedKvCache::new(KvCacheConfig {
-        num_blocks: num_sequences * max_seq_len / BLOCK_SIZE,
+        num_blocks: num_sequences * BLOCKS_A_SEQUENCE,
         block_size: BLOCK_SIZE,
         groups: vec![CacheGroup::Full],
         layout: KvLayout::Paged,
@@ -92,12 +96,14 @@ fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExec
 }
 
 fn with_ranks(num_sequences: usize) -> InferenceEngine {
+    // A block of the zoo's model: keys and values of 4 layers, 2 heads of 32 elements, 16 tokens, 2 bytes.
+    let block_bytes = 2 * 4 * 2 * 32 * BLOCK_SIZE as u64 * 2;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama");
     let config = EngineConfig {
         max_batch_size: Some(num_sequences),
         max_seq_len: Some(4096),
         max_batch_tokens: Some(8192),
-        kv_cache_bytes: Some(1 << 30),
+        kv_cache_bytes: Some(block_bytes * (num_sequences * BLOCKS_A_SEQUENCE) as u64),
         ..EngineConfig::default()
     };
     let rank = RankContext { backend: Arc::new(FreeDevice::new()), collective: Arc::new(SoloCollective) };
@@ -109,10 +115,18 @@ fn with_ranks(num_sequences: usize) -> InferenceEngine {
 
 /// Steps until all decode, then `num_steps` more; medians of what each cost.
 fn measure<E: Executor>(engine: &mut InferenceEngine<E>, num_sequences: usize, num_steps: usize) -> String {
-    for at in 0..num_sequences {
-        engine.submit(request(at, num_steps + 2 * WARM_UP + 500), Time(0)).unwrap();
-    }
     let mut now = 0;
+    for at in 0..num_sequences * ROUNDS_BEFORE {
+        engine.submit(request(at, WARM_UP), Time(0)).unwrap();
+    }
+    while engine.has_work() {
+        now += 1;
+        engine.step(Time(now)).unwrap();
+    }
+    let generated_before = engine.status().scheduler.generated_tokens;
+    for at in (num_sequences * ROUNDS_BEFORE..).take(num_sequences) {
+        engine.submit(request(at, num_steps + 2 * WARM_UP), Time(0)).unwrap();
+    }
     let mut step = |engine: &mut InferenceEngine<E>| {
         let before = engine.status().host;
         loop {
@@ -124,7 +138,7 @@ fn measure<E: Executor>(engine: &mut InferenceEngine<E>, num_sequences: usize, n
             }
         }
     };
-    while engine.status().scheduler.generated_tokens < (num_sequences * WARM_UP) as u64 {
+    while engine.status().scheduler.generated_tokens - generated_before < (num_sequences * WARM_UP) as u64 {
         step(engine);
     }
     let steps: Vec<HostTime> = (0..num_steps).map(|_| step(engine)).collect();
