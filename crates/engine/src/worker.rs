@@ -244,7 +244,8 @@ impl Worker {
     fn compute(&mut self, input: &StepInput, packed: Option<BatchBuilder>) -> Result<StepOutput, EngineError> {
         let plan = &input.plan;
         self.draws.begin_step()?;
-        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
+        let sampled = Vec::with_capacity(if self.is_output_rank() { plan.sequences.len() } else { 0 });
+        let mut output = StepOutput { step: plan.step, sampled, ..StepOutput::default() };
         self.copy_blocks(plan)?;
         let mut spent = None;
         match packed {

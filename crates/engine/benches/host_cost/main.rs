@@ -55,7 +55,8 @@ impl EventSink for NotingSink {
 }
 
 fn request(at: usize, num_tokens: usize) -> Request {
-    let prompt = (0..PROMPT_LEN - at % BLOCK_SIZE).map(|i| u32::try_from((at * 131 + i * 7 + i * at) % 499).unwrap()).collect();
+    let prompt =
+        (0..PROMPT_LEN - at % BLOCK_SIZE).map(|i| u32::try_from((at * 131 + i * 7 + i * at) % 499).unwrap()).collect();
     Request {
         prompt,
         max_tokens: num_tokens,
