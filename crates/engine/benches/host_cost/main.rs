@@ -30,8 +30,9 @@ use std::time::Instant;
 /// Tokens of the longest prompt; others are shorter by up to a block, so that as many begin a block in each step.
 const PROMPT_LEN: usize = 1000;
 const BLOCK_SIZE: usize = 16;
-/// Room for a prompt and 600 tokens.
+/// Room for a prompt and 600 tokens: steps and warm-up must fit.
 const BLOCKS_A_SEQUENCE: usize = 100;
+const MAX_SEQ_LEN: usize = BLOCKS_A_SEQUENCE * BLOCK_SIZE;
 /// Steps before any counts.
 const WARM_UP: usize = 40;
 /// Times that the batch is filled with other prompts before: then all memory has been used, and every block has a name.
@@ -69,13 +70,12 @@ fn request(at: usize, num_tokens: usize) -> Request {
 }
 
 fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExecutor> {
-    let max_seq_len = 4096;
     let kv_cache = PagedKvCache::new(KvCacheConfig {
         num_blocks: num_sequences * BLOCKS_A_SEQUENCE,
         block_size: BLOCK_SIZE,
         groups: vec![CacheGroup::Full],
         layout: KvLayout::Paged,
-        max_seq_len,
+        max_seq_len: MAX_SEQ_LEN,
         prefill_chunk_size: 512,
         prefix_cache: true,
     });
@@ -83,7 +83,7 @@ fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExec
         max_batch_size: num_sequences,
         max_batch_tokens: 8192,
         prefill_chunk_size: 512,
-        max_seq_len,
+        max_seq_len: MAX_SEQ_LEN,
         max_waiting: 1024,
         ageing_us: 5_000_000,
         continuous_batching: true,
@@ -102,7 +102,7 @@ fn with_ranks(num_sequences: usize) -> InferenceEngine {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama");
     let config = EngineConfig {
         max_batch_size: Some(num_sequences),
-        max_seq_len: Some(4096),
+        max_seq_len: Some(MAX_SEQ_LEN),
         max_batch_tokens: Some(8192),
         kv_cache_bytes: Some(block_bytes * (num_sequences * BLOCKS_A_SEQUENCE) as u64),
         ..EngineConfig::default()
