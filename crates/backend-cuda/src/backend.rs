@@ -32,12 +32,12 @@ use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
 use crate::staging::PieceUploader;
 use cudarc::driver::result;
-use pagemill_backend::check::{ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape, shape_error};
+use pagemill_backend::check::{ensure, ensure_attention, ensure_rope, ensure_shape, shape_error};
 use pagemill_backend::sampling::{RowOutcome, RowTask};
 use pagemill_backend::{
-    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceInfo,
-    DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv, ReadRows,
-    RopeTable, Tensor, Weight, WeightDesc, composed,
+    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch,
+    DeviceInfo, DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv,
+    ReadRows, RopeTable, Tensor, Weight, WeightDesc, composed,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -264,7 +264,11 @@ impl Backend for CudaBackend {
     }
 
     fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
-        ensure_batch(&layout, kv)?;
+        self.upload_checked(CheckedLayout::new(layout, kv)?, kv)
+    }
+
+    fn upload_checked(&self, layout: CheckedLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
+        let layout = layout.into_layout_for(kv)?;
         // The model is loaded: weights need no way in any more.
         lock(&self.pieces).take();
         let device = lock(&self.batch).upload(&layout)?;

@@ -131,12 +131,14 @@ pub fn ensure_batch(layout: &BatchLayout, spec: &KvPoolSpec) -> Result<(), Backe
             (format!("group {group_idx}: {num_tokens} slots"), group.slot_mapping.len().to_string())
         })?;
         let num_slots = spec.num_blocks * spec.block_size;
-        if let Some(&slot) = group.slot_mapping.iter().find(|&&slot| slot as usize >= num_slots) {
+        let end = index_end(num_slots);
+        if let Some(slot) = find(&group.slot_mapping, |slot| (slot >= end) | (slot == u32::MAX)) {
             return Err(shape_error(OP, format!("group {group_idx}: slots below {num_slots}"), slot.to_string()));
         }
         ensure_offsets("block_table_start", &group.block_table_start, num_seqs, group.block_table.len())?;
-        let outside = |&&block: &&u32| block != u32::MAX && block as usize >= spec.num_blocks;
-        if let Some(&block) = group.block_table.iter().find(outside) {
+        let end = index_end(spec.num_blocks);
+        // `u32::MAX`, behind a window, becomes 0.
+        if let Some(block) = find(&group.block_table, |block| block.wrapping_add(1) > end) {
             return Err(shape_error(
                 OP,
                 format!("group {group_idx}: blocks below {}", spec.num_blocks),
@@ -152,6 +154,19 @@ pub fn ensure_batch(layout: &BatchLayout, spec: &KvPoolSpec) -> Result<(), Backe
         }
     }
     Ok(())
+}
+
+/// The first index behind `len` of something, as far as 32 bits can tell.
+fn index_end(len: usize) -> u32 {
+    u32::try_from(len).unwrap_or(u32::MAX)
+}
+
+/// The first of `indices` that `is_outside`. A step has tens of thousands of them and none is: a chunk is looked at as a
+/// whole, so that several are compared at once.
+fn find(indices: &[u32], is_outside: impl Fn(u32) -> bool) -> Option<u32> {
+    const CHUNK: usize = 256;
+    let has_any = |chunk: &&[u32]| chunk.iter().fold(0, |any, &index| any | u32::from(is_outside(index))) != 0;
+    indices.chunks(CHUNK).find(has_any)?.iter().copied().find(|&index| is_outside(index))
 }
 
 /// `starts` is `[count + 1]`, begins at 0, never falls and ends at `end`.

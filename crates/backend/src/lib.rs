@@ -20,7 +20,7 @@ pub mod ops;
 pub mod sampling;
 pub mod tensor;
 
-pub use batch::{BatchLayout, DeviceBatch, GroupLayout};
+pub use batch::{BatchLayout, CheckedLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
 pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective, host_elements, host_elements_mut};
 pub use dtype::DType;

@@ -13,7 +13,8 @@
 
 use crate::sampling::{RowOutcome, RowTask};
 use crate::{
-    BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor, Weight, composed,
+    BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor,
+    Weight, composed,
 };
 use std::sync::Arc;
 
@@ -314,8 +315,14 @@ pub trait Backend: Send + Sync {
     fn copy_blocks(&self, kv: &mut KvPool, copies: &[BlockCopy]) -> Result<(), BackendError>;
 
     /// Makes the step's layout readable by the device. Checks it: monotone `query_start`, every slot
-    /// and block inside the pool. The only place where batch metadata is validated.
+    /// and block inside the pool. Here, and in [`CheckedLayout`], batch metadata is validated, and nowhere else.
     fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError>;
+
+    /// As [`Backend::upload_batch`], of a layout that was checked before. A device whose own memory it goes to need not
+    /// read it twice.
+    fn upload_checked(&self, layout: CheckedLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
+        self.upload_batch(layout.into_layout(), kv)
+    }
 
     /// Waits until what was begun on this device is done, where ops return before that. For ranks whose results
     /// nobody reads: how long they compute is then known.

@@ -2,19 +2,18 @@
 //! is the scheduler's decision, how they are computed the executor's. Knows no thread and no text.
 
 use crate::clock::MonotonicClock;
+use crate::delivery::{Delivery, Notice};
 use crate::executor::StartedRequest;
 use crate::handle::EngineStatus;
 use crate::pipeline::PipelineExecutor;
 use crate::request::LiveRequest;
-use crate::requests::LiveRequests;
-use crate::{
-    EngineError, EngineEvent, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator,
-};
+use crate::requests::ByRequest;
+use crate::{EngineError, Executor, HostTime, RankHostTime, Request, StepInput, SubmitError, UnifiedMemoryAllocator};
 use pagemill_scheduler::{
     DynamicBatchScheduler, Event, PagedKvCache, RequestId, RequestSpec, SequenceId, StepPlan, Time,
 };
-use std::collections::BTreeSet;
 use std::sync::Arc;
+use std::thread::ThreadId;
 
 /// The engine. Owned by one thread; generic so that the simulator can drive it with a fake executor.
 pub struct InferenceEngine<E: Executor = PipelineExecutor> {
@@ -22,7 +21,10 @@ pub struct InferenceEngine<E: Executor = PipelineExecutor> {
     kv_cache: PagedKvCache,                 // which block holds which tokens
     executor: E,                            // runs a plan on every rank
     memory_manager: UnifiedMemoryAllocator, // owns every device byte
-    requests: LiveRequests,
+    requests: ByRequest<LiveRequest>,
+    /// Live requests that no plan has named yet.
+    num_unstarted: usize,
+    delivery: Delivery,
     next_id: u64,
     /// What the executor hears with the next plan.
     ended: Vec<RequestId>,
@@ -69,7 +71,9 @@ impl<E: Executor> InferenceEngine<E> {
             kv_cache,
             executor,
             memory_manager,
-            requests: LiveRequests::default(),
+            requests: ByRequest::default(),
+            num_unstarted: 0,
+            delivery: Delivery::here(),
             next_id: 1,
             ended: Vec::new(),
             ended_sequences: Vec::new(),
@@ -86,6 +90,19 @@ impl<E: Executor> InferenceEngine<E> {
     pub fn checked_every_step(mut self) -> Self {
         self.checks.every_step = true;
         self
+    }
+
+    /// Tells sinks on a thread of their own: a step's events are on their way when [`Self::step`] returns, and a sink
+    /// that does not take them ends its request with the step after. Without, all that happens within the step.
+    #[must_use]
+    pub fn telling_on_a_thread(mut self) -> Self {
+        self.delivery = self.delivery.onto_thread();
+        self
+    }
+
+    /// The thread that sinks are told on, if it is their own.
+    pub(crate) fn delivery_thread(&self) -> Option<ThreadId> {
+        self.delivery.thread_id()
     }
 
     /// Queues a request.
@@ -109,8 +126,9 @@ impl<E: Executor> InferenceEngine<E> {
         };
         self.scheduler.submit(spec, &self.kv_cache)?;
         self.next_id += 1;
-        let live = LiveRequest::new(prompt, Arc::new(request.sampling), request.n, request.sink);
-        self.requests.push(id, live);
+        self.requests.push(id, LiveRequest::new(prompt, Arc::new(request.sampling), request.n));
+        self.num_unstarted += 1;
+        self.delivery.tell(id, Notice::Opened(request.sink));
         Ok(id)
     }
 
@@ -118,10 +136,13 @@ impl<E: Executor> InferenceEngine<E> {
     /// more. Unknown ids are ignored: it may just have ended.
     pub fn abort(&mut self, id: RequestId) {
         if let Some(request) = self.requests.remove(id) {
+            self.delivery.tell(id, Notice::Closed);
             self.scheduler.abort(id, &mut self.kv_cache);
             self.checks.due = true;
             if request.started {
                 self.ended.push(id);
+            } else {
+                self.num_unstarted -= 1;
             }
         }
     }
@@ -152,7 +173,10 @@ impl<E: Executor> InferenceEngine<E> {
     /// # Errors
     /// A lost device or a broken invariant: the engine must stop.
     pub fn step(&mut self, now: Time) -> Result<bool, EngineError> {
-        self.reap_closed();
+        self.delivery.check()?;
+        self.delivery.look();
+        self.abort_unheard();
+        self.delivery.flush();
         let ahead = std::mem::take(&mut self.plan_is_due);
         self.submit_plans(now, ahead)?;
         self.was_idle = self.in_flight == 0;
@@ -207,12 +231,17 @@ impl<E: Executor> InferenceEngine<E> {
     /// The plan with what the ranks need to hear beside it.
     fn step_input(&mut self, plan: StepPlan) -> Result<StepInput, EngineError> {
         let mut started = Vec::new();
-        for sequence in &plan.sequences {
+        // Those that begin come behind those that decode.
+        for sequence in plan.sequences.iter().rev() {
+            if self.num_unstarted == 0 {
+                break;
+            }
             let id = sequence.id.request;
             let request = self.requests.get_mut(id).ok_or_else(|| {
                 EngineError::Internal(format!("step {} plans request {}, which is not live", plan.step, id.0))
             })?;
             if !std::mem::replace(&mut request.started, true) {
+                self.num_unstarted -= 1;
                 started.push(StartedRequest {
                     id,
                     prompt: Arc::clone(&request.prompt),
@@ -220,6 +249,7 @@ impl<E: Executor> InferenceEngine<E> {
                 });
             }
         }
+        started.reverse();
         Ok(StepInput {
             plan,
             started,
@@ -229,23 +259,18 @@ impl<E: Executor> InferenceEngine<E> {
         })
     }
 
-    /// Aborts requests whose listeners are gone.
-    fn reap_closed(&mut self) {
-        let closed: Vec<RequestId> =
-            self.requests.iter().filter(|(_, request)| request.sink.is_closed()).map(|(id, _)| id).collect();
-        self.abort_unheard(closed);
-    }
-
-    fn abort_unheard(&mut self, ids: impl IntoIterator<Item = RequestId>) {
-        for id in ids {
-            self.counters.aborted += 1;
-            self.abort(id);
+    /// Aborts requests whose listeners are gone or too slow.
+    fn abort_unheard(&mut self) {
+        for id in self.delivery.take_lost() {
+            if self.requests.contains(id) {
+                self.counters.aborted += 1;
+                self.abort(id);
+            }
         }
     }
 
     /// Tells sinks what happened; a sink that does not take its event loses its request.
     fn deliver(&mut self, events: Vec<Event>) -> Result<(), EngineError> {
-        let mut unheard = BTreeSet::new();
         let mut events = events.into_iter();
         while let Some(event) = events.next() {
             let (id, finished) = match &event {
@@ -259,23 +284,21 @@ impl<E: Executor> InferenceEngine<E> {
                 && !request.has_tokens()
                 && let Some(cached_tokens) = cached_tokens(&self.scheduler, id, events.as_slice().first())
             {
-                request.sink.prompt_computed(cached_tokens);
+                self.delivery.tell(id.request, Notice::PromptComputed { cached_tokens });
             }
-            let event = request.record(event);
-            if !unheard.contains(&id.request) && request.sink.send(event).is_err() && request.is_live() {
-                unheard.insert(id.request);
-            }
+            self.delivery.tell(id.request, Notice::Event(request.record(event)));
             if finished {
                 if request.is_live() {
                     self.ended_sequences.push(id);
                 } else {
                     self.requests.remove(id.request);
-                    unheard.remove(&id.request);
+                    self.delivery.tell(id.request, Notice::Closed);
                     self.ended.push(id.request);
                 }
             }
         }
-        self.abort_unheard(unheard);
+        self.delivery.flush();
+        self.abort_unheard();
         Ok(())
     }
 
@@ -289,10 +312,9 @@ impl<E: Executor> InferenceEngine<E> {
 
     /// Tells every live request that it ends because of us, and forgets it. For an engine that stops.
     pub fn fail_all(&mut self, message: &str) {
-        for mut request in std::mem::take(&mut self.requests).into_requests() {
-            // A listener that is gone needs no message.
-            let _ = request.sink.send(EngineEvent::Failed { message: message.to_owned() });
-        }
+        self.requests = ByRequest::default();
+        self.num_unstarted = 0;
+        self.delivery.fail_all(message);
     }
 
     /// Whether anything waits, runs or is in flight.

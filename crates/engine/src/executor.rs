@@ -89,7 +89,7 @@ pub trait Executor: Send {
     /// As `submit`.
     fn collect(&mut self) -> Result<StepOutput, EngineError>;
 
-    /// The plan of the step collected last, once, if nothing holds it any more: the next one is made in its memory.
+    /// The plan of the step collected last, as it came, once, if nothing holds it any more: the next one is made of it.
     fn take_spent_plan(&mut self) -> Option<StepPlan> {
         None
     }

@@ -14,7 +14,7 @@ use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
 
 /// Submissions on their way to the engine's thread; it takes all of them between two steps.
@@ -98,6 +98,8 @@ struct Shared {
     has_work: AtomicBool,
     /// When the step loop last moved, on `clock`.
     moved_at_us: AtomicU64,
+    /// The thread that sinks are told on, where it is their own.
+    delivery_thread: Option<ThreadId>,
 }
 
 impl Shared {
@@ -117,10 +119,11 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    /// Gives an engine its own thread. Should the system refuse one, the handle says so in
-    /// `status().stopped` and in every answer.
+    /// Gives an engine its own thread, and its sinks another. Should the system refuse the first, the handle says so
+    /// in `status().stopped` and in every answer.
     #[must_use]
     pub fn spawn<E: Executor + 'static>(engine: InferenceEngine<E>) -> Self {
+        let engine = engine.telling_on_a_thread();
         let (submissions, submission_receiver) = bounded(QUEUE_CAPACITY);
         let (wake, wake_receiver) = bounded(1);
         let shared = Arc::new(Shared {
@@ -131,6 +134,7 @@ impl EngineHandle {
             stopping: AtomicBool::new(false),
             has_work: AtomicBool::new(false),
             moved_at_us: AtomicU64::new(0),
+            delivery_thread: engine.delivery_thread(),
         });
         let step_loop =
             StepLoop { engine, shared: Arc::clone(&shared), submissions: submission_receiver, wake: wake_receiver };
@@ -232,14 +236,16 @@ impl EngineHandle {
     }
 
     /// Stops the thread after the current step: live requests hear `Failed`. Waits for it, unless it is
-    /// called on that thread.
+    /// called on that thread or the sinks'.
     pub fn shutdown(&self) {
         self.shared.draining.store(true, Ordering::Release);
         self.shared.stopping.store(true, Ordering::Release);
         self.wake_up();
         let mut held = Shared::lock(&self.thread);
-        let on_engine_thread = held.as_ref().is_some_and(|thread| thread.thread().id() == std::thread::current().id());
-        if !on_engine_thread && let Some(thread) = held.take() {
+        let current = std::thread::current().id();
+        let on_engine_thread = held.as_ref().is_some_and(|thread| thread.thread().id() == current);
+        let on_own_thread = on_engine_thread || self.shared.delivery_thread == Some(current);
+        if !on_own_thread && let Some(thread) = held.take() {
             // Its panics are caught and told through `status`.
             let _ = thread.join();
         }

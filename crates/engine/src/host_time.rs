@@ -15,7 +15,7 @@ pub struct HostTime {
     pub layout_ns: u64,
     /// Taking tokens in: blocks registered, sequences ended.
     pub apply_ns: u64,
-    /// Telling the requests' sinks.
+    /// Telling the requests' sinks, or handing what they are told to their thread.
     pub deliver_ns: u64,
     /// From a step's draws in the host's hands to the launch of the next one, where there was a next one to run:
     /// the device had nothing to do. On the first rank of a single stage; nothing is counted on a pipeline.

@@ -9,8 +9,9 @@
 
 use crate::EngineError;
 use crate::draws::Draws;
-use pagemill_backend::BatchLayout;
+use pagemill_backend::{BackendError, BatchLayout, CheckedLayout, KvPoolSpec};
 use pagemill_scheduler::{BlockId, ScheduledSequence, StepPlan};
+use std::ops::Range;
 
 /// What packing needs to know of a rank's pool; the same on all ranks.
 #[derive(Clone, Copy, Debug)]
@@ -26,11 +27,15 @@ pub(crate) struct Packing {
 pub(crate) struct BatchBuilder {
     /// `[T]`, aligned with `layout.positions`.
     pub(crate) token_ids: Vec<u32>,
-    /// The rest of the batch.
+    /// The rest of the batch; empty while it is `checked`.
     pub(crate) layout: BatchLayout,
+    /// The rest of the batch, once it was checked and until it is uploaded or changed.
+    pub(crate) checked: Option<CheckedLayout>,
     /// Tokens that the step before draws, as (place among `token_ids`, place among its draws): 0 stands for them
     /// until [`Self::fill_in`].
     awaited: Vec<(usize, u32)>,
+    /// Padding slots that the plan asks for and [`Self::push_padding`] packs.
+    pub(crate) num_padding: usize,
 }
 
 impl BatchBuilder {
@@ -41,6 +46,34 @@ impl BatchBuilder {
     pub(crate) fn pack(&mut self, plan: &StepPlan, packing: Packing) -> Result<(), EngineError> {
         self.clear(packing.num_groups);
         plan.sequences.iter().try_for_each(|sequence| self.push(sequence, packing.block_size))
+    }
+
+    /// Becomes a copy of another batch, in its own memory.
+    pub(crate) fn copy_from(&mut self, other: &Self) {
+        self.uncheck();
+        self.token_ids.clone_from(&other.token_ids);
+        self.awaited.clone_from(&other.awaited);
+        self.num_padding = other.num_padding;
+        match &other.checked {
+            Some(checked) => self.checked = Some(checked.copy_into(std::mem::take(&mut self.layout))),
+            None => self.layout.clone_from(&other.layout),
+        }
+    }
+
+    /// Has the layout checked for a pool, so that nobody has to at the upload.
+    ///
+    /// # Errors
+    /// What kernels could not take for granted.
+    pub(crate) fn check(&mut self, pool: &KvPoolSpec) -> Result<(), BackendError> {
+        self.checked = Some(CheckedLayout::new(std::mem::take(&mut self.layout), pool)?);
+        Ok(())
+    }
+
+    /// Makes the layout one that may be changed.
+    fn uncheck(&mut self) {
+        if let Some(checked) = self.checked.take() {
+            self.layout = checked.into_layout();
+        }
     }
 
     /// Puts the tokens that the step before drew in their places.
@@ -58,8 +91,10 @@ impl BatchBuilder {
 
     /// Empties the batch, keeping its vectors.
     pub(crate) fn clear(&mut self, num_groups: usize) {
+        self.uncheck();
         self.token_ids.clear();
         self.awaited.clear();
+        self.num_padding = 0;
         let layout = &mut self.layout;
         layout.query_start.clear();
         layout.query_start.push(0);
@@ -94,28 +129,79 @@ impl BatchBuilder {
                 self.layout.groups.len()
             )));
         }
-        self.token_ids.extend_from_slice(&sequence.token_ids);
-        self.awaited.extend(sequence.drawn_idx.map(|idx| (self.token_ids.len() - 1, idx)));
+        self.push_tokens(sequence)?;
         for (group_idx, table) in sequence.block_tables.iter().enumerate() {
-            self.push_table(group_idx, table, sequence.start, len, block_size).map_err(|detail| {
-                EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
-            })?;
+            self.push_slots(group_idx, sequence, block_size)?;
+            self.layout.groups[group_idx].block_table.extend(table.iter().map(|block| block.0));
+            self.end_table(group_idx, 0)?;
         }
         self.push_positions(sequence.start, len)
+    }
+
+    /// Packs a sequence's token ids, at least one; places for those that the step before draws.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn push_tokens(&mut self, sequence: &ScheduledSequence) -> Result<(), EngineError> {
+        if sequence.token_ids.is_empty() {
+            return Err(EngineError::Internal(format!("plan of {:?}: 0 tokens", sequence.id)));
+        }
+        match sequence.drawn_idx {
+            // Known to be 0: the plan need not be read.
+            Some(_) if sequence.token_ids.len() == 1 => self.token_ids.push(0),
+            _ => self.token_ids.extend_from_slice(&sequence.token_ids),
+        }
+        self.awaited.extend(sequence.drawn_idx.map(|idx| (self.token_ids.len() - 1, idx)));
+        self.num_padding += sequence.num_padding;
+        Ok(())
+    }
+
+    /// Packs the slots of a sequence's tokens in one of its groups.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn push_slots(
+        &mut self,
+        group_idx: usize,
+        sequence: &ScheduledSequence,
+        block_size: usize,
+    ) -> Result<(), EngineError> {
+        let table = sequence.block_tables.get(group_idx).map_or(&[][..], Vec::as_slice);
+        let positions = sequence.start..sequence.start + sequence.token_ids.len();
+        self.push_slots_of(group_idx, table, positions, block_size).map_err(|detail| {
+            EngineError::Internal(format!("plan of {:?}, cache group {group_idx}: {detail}", sequence.id))
+        })
+    }
+
+    /// The next sequence's table of a group is complete but for `num_missing` entries that are still to be packed.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn end_table(&mut self, group_idx: usize, num_missing: usize) -> Result<(), EngineError> {
+        let group = &mut self.layout.groups[group_idx];
+        group.block_table_start.push(to_u32(group.block_table.len() + num_missing)?);
+        Ok(())
     }
 
     /// Packs `len ≤ block_size` padding tokens as a sequence of their own that lives in `block`, in
     /// every group: they read nothing but one another, and nobody reads them.
     pub(crate) fn push_padding(&mut self, block: u32, len: usize, block_size: usize) -> Result<(), EngineError> {
+        self.uncheck();
         self.token_ids.extend(std::iter::repeat_n(0, len));
         for group_idx in 0..self.layout.groups.len() {
-            self.push_table(group_idx, &[BlockId(block)], 0, len, block_size)
+            self.push_slots_of(group_idx, &[BlockId(block)], 0..len, block_size)
                 .map_err(|detail| EngineError::Internal(format!("padding block {block}: {detail}")))?;
+            self.layout.groups[group_idx].block_table.push(block);
+            self.end_table(group_idx, 0)?;
         }
         self.push_positions(0, len)
     }
 
-    fn push_positions(&mut self, start: usize, len: usize) -> Result<(), EngineError> {
+    /// Ends a sequence: the positions of its tokens.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn push_positions(&mut self, start: usize, len: usize) -> Result<(), EngineError> {
         let (start, end) = (to_u32(start)?, to_u32(start + len)?);
         self.layout.positions.extend(start..end);
         self.layout.seq_lens.push(end);
@@ -123,26 +209,22 @@ impl BatchBuilder {
         Ok(())
     }
 
-    fn push_table(
+    fn push_slots_of(
         &mut self,
         group_idx: usize,
         table: &[BlockId],
-        start: usize,
-        len: usize,
+        positions: Range<usize>,
         block_size: usize,
     ) -> Result<(), String> {
-        let group = &mut self.layout.groups[group_idx];
-        for position in start..start + len {
+        let slots = &mut self.layout.groups[group_idx].slot_mapping;
+        for position in positions {
             let block = table.get(position / block_size).copied().unwrap_or(BlockId::NONE);
             let slot = (block != BlockId::NONE)
                 .then(|| u64::from(block.0) * block_size as u64 + (position % block_size) as u64)
                 .and_then(|slot| u32::try_from(slot).ok())
                 .ok_or_else(|| format!("position {position} has no slot ({block:?})"))?;
-            group.slot_mapping.push(slot);
+            slots.push(slot);
         }
-        group.block_table.extend(table.iter().map(|block| block.0));
-        let end = u32::try_from(group.block_table.len()).map_err(|error| error.to_string())?;
-        group.block_table_start.push(end);
         Ok(())
     }
 }
@@ -199,7 +281,7 @@ mod tests {
             ..sequence(start, tokens, &[&[1, 2]])
         };
         let sequences = vec![awaiting(9, &[0], 1), sequence(3, &[7], &[&[5]]), awaiting(16, &[8, 0], 0)];
-        let plan = StepPlan { step: 1, block_copies: Vec::new(), sequences };
+        let plan = StepPlan { step: 1, sequences, ..StepPlan::default() };
         let mut batch = BatchBuilder::default();
         batch.pack(&plan, Packing { num_groups: 1, block_size: 16 }).unwrap();
         assert_eq!(batch.token_ids, [0, 7, 8, 0]);

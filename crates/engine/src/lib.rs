@@ -10,6 +10,7 @@
 
 mod clock;
 pub mod config;
+mod delivery;
 mod draws;
 pub mod engine;
 pub mod error;
@@ -22,6 +23,7 @@ pub mod loading;
 pub mod lone_rank;
 pub mod memory;
 mod micro_batches;
+mod packer;
 pub mod pipeline;
 mod rank_memory;
 mod ranks;

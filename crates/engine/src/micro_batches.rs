@@ -100,7 +100,7 @@ impl Load {
 
     fn input(&mut self, sequences: Vec<ScheduledSequence>) -> StepInput {
         self.step += 1;
-        let plan = StepPlan { step: self.step, block_copies: Vec::new(), sequences };
+        let plan = StepPlan { step: self.step, sequences, ..StepPlan::default() };
         StepInput { plan, ..StepInput::default() }
     }
 

@@ -5,12 +5,13 @@
 use crate::draws::join_draws;
 use crate::executor::{MicroBatchSample, PipelineStatus, StageStatus};
 use crate::layout::{BatchBuilder, Packing};
+use crate::packer::{Packer, SpentBatches};
 use crate::remote::{OutputSender, RemoteRanks};
 use crate::step_times::StepTimes;
 use crate::worker::Worker;
 use crate::{EngineError, Executor, RankHostTime, StepInput};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Select, Sender, TryRecvError, bounded};
-use pagemill_backend::Collective;
+use pagemill_backend::{Collective, KvPoolSpec};
 use pagemill_model::{ParallelMode, Stage};
 use pagemill_scheduler::{StepOutput, StepPlan};
 use std::collections::VecDeque;
@@ -48,7 +49,11 @@ const LAST_OUTPUTS: Duration = Duration::from_secs(2);
 pub struct PipelineExecutor {
     /// Stage by stage.
     ranks: Vec<RankThread>,
-    packing: Packing,
+    packer: Packer,
+    /// The shape of the first rank's pool; others differ in heads only.
+    pool: KvPoolSpec,
+    /// Batches that ranks of this process are done with.
+    spent_batches: SpentBatches,
     /// Nanoseconds spent on packing batches here.
     packing_ns: u64,
     /// Plans for the ranks of other processes.
@@ -79,6 +84,7 @@ struct Channels {
     remote_inputs: Option<Sender<Arc<StepInput>>>,
     outputs: Receiver<Result<StepOutput, EngineError>>,
     failure: Arc<OnceLock<String>>,
+    spent_batches: SpentBatches,
 }
 
 /// When the engine looks for a step's output instead of sleeping until it is woken, which takes tens of
@@ -143,18 +149,20 @@ impl PipelineExecutor {
     /// The system gave no thread, or there is no worker.
     pub(crate) fn start(mut workers: Vec<Worker>) -> Result<Self, EngineError> {
         join_draws(&mut workers);
-        let first = workers.first().map(|worker| (worker.collective(), worker.packing()));
-        let (collective, packing) = first.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
+        let first = workers.first().map(|worker| (worker.collective(), (worker.packing(), worker.pool().clone())));
+        let (collective, batches) = first.ok_or_else(|| EngineError::Internal("an engine without ranks".into()))?;
         let (output_sender, outputs) = bounded(MAX_MICRO_BATCHES + 1);
         let failure = Arc::new(OnceLock::new());
         let may_spin = workers.iter().all(|worker| !worker.shares_cores());
+        let spent_batches = SpentBatches::default();
+        workers.iter_mut().for_each(|worker| worker.set_spent_batches(spent_batches.clone()));
         let ranks = workers
             .into_iter()
             .enumerate()
             .map(|(at, worker)| RankThread::start(at, worker, &output_sender, &failure))
             .collect::<Result<_, _>>()?;
-        let channels = Channels { remote_inputs: None, outputs, failure };
-        Ok(Self::over(ranks, packing, channels, collective, may_spin))
+        let channels = Channels { remote_inputs: None, outputs, failure, spent_batches };
+        Ok(Self::over(ranks, batches, channels, collective, may_spin))
     }
 
     /// Starts a thread for `worker`, rank 0 of `mode`, beside the ranks behind `remote`.
@@ -172,28 +180,32 @@ impl PipelineExecutor {
             let detail = format!("{} ranks elsewhere and one here for {mode}", meters.len());
             return Err(EngineError::Config { key: "tensor_parallel, pipeline_parallel", detail });
         }
-        let (collective, packing, may_spin) = (worker.collective(), worker.packing(), !worker.shares_cores());
+        let (collective, may_spin) = (worker.collective(), !worker.shares_cores());
+        let batches = (worker.packing(), worker.pool().clone());
         let mut ranks = vec![RankThread::start(0, worker, &output_sender, &failure)?];
         ranks.extend(meters.into_iter().zip(1..).map(|(meter, at)| {
             let (stage, rank) = (at / mode.tensor_parallel, at % mode.tensor_parallel);
             let num_layers = stages[stage].layers.len();
             RankThread { inputs: None, thread: None, meter, stage, rank, num_layers, busy_us_at_start: 0 }
         }));
-        let channels = Channels { remote_inputs: Some(inputs), outputs, failure };
-        Ok(Self::over(ranks, packing, channels, collective, may_spin))
+        let channels =
+            Channels { remote_inputs: Some(inputs), outputs, failure, spent_batches: SpentBatches::default() };
+        Ok(Self::over(ranks, batches, channels, collective, may_spin))
     }
 
     fn over(
         ranks: Vec<RankThread>,
-        packing: Packing,
+        (packing, pool): (Packing, KvPoolSpec),
         channels: Channels,
         collective: Arc<dyn Collective>,
         may_spin: bool,
     ) -> Self {
-        let Channels { remote_inputs, outputs, failure } = channels;
+        let Channels { remote_inputs, outputs, failure, spent_batches } = channels;
         Self {
             ranks,
-            packing,
+            packer: Packer::new(packing),
+            pool,
+            spent_batches,
             packing_ns: 0,
             remote_inputs,
             outputs,
@@ -248,8 +260,9 @@ impl PipelineExecutor {
             return Ok(None);
         }
         let started = Instant::now();
-        let mut batch = BatchBuilder::default();
-        batch.pack(&input.plan, self.packing)?;
+        let mut batch = self.spent_batches.take();
+        self.packer.pack(&input.plan, &mut batch)?;
+        batch.check(&self.pool)?;
         self.packing_ns += u64::try_from(started.elapsed().as_nanos()).unwrap_or(u64::MAX);
         Ok(Some(batch))
     }
@@ -270,9 +283,14 @@ impl Executor for PipelineExecutor {
         {
             return Err(self.lost_rank());
         }
+        let copy_for_another = |batch: &BatchBuilder| {
+            let mut copy = self.spent_batches.take();
+            copy.copy_from(batch);
+            copy
+        };
         let mut channels = self.ranks.iter().filter_map(|rank| rank.inputs.as_ref()).peekable();
         while let Some(inputs) = channels.next() {
-            let packed = if channels.peek().is_some() { packed.clone() } else { packed.take() };
+            let packed = if channels.peek().is_none() { packed.take() } else { packed.as_ref().map(copy_for_another) };
             if failed() || inputs.send(RankStep { input: Arc::clone(&input), packed }).is_err() {
                 return Err(self.lost_rank());
             }

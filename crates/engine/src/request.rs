@@ -19,7 +19,7 @@ pub struct Request {
     pub priority: i32,
     /// Separates prefix caches.
     pub cache_salt: Option<Vec<u8>>,
-    /// Where events go. Called on the engine's thread: must not block.
+    /// Where events go. Called on a thread of the engine's: must not block.
     pub sink: Box<dyn EventSink>,
 }
 
@@ -98,11 +98,15 @@ pub(crate) struct LiveRequest {
     pub(crate) prompt: Arc<[u32]>,
     /// How its tokens are chosen.
     pub(crate) sampling: Arc<SamplingParams>,
-    /// Where its events go.
-    pub(crate) sink: Box<dyn EventSink>,
     /// Whether a plan has named it, so that the executor knows it.
     pub(crate) started: bool,
-    choices: Vec<Choice>,
+    /// Choices that have not ended.
+    num_live: u32,
+    /// Whether any choice has a token.
+    has_tokens: bool,
+    /// Here, since most requests have no other.
+    first: Choice,
+    others: Vec<Choice>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -112,39 +116,57 @@ struct Choice {
 }
 
 impl LiveRequest {
-    /// A request that waits.
-    pub(crate) fn new(prompt: Arc<[u32]>, sampling: Arc<SamplingParams>, n: u32, sink: Box<dyn EventSink>) -> Self {
-        Self { prompt, sampling, sink, started: false, choices: vec![Choice::default(); n as usize] }
+    /// A request that waits for `n` choices, at least one.
+    pub(crate) fn new(prompt: Arc<[u32]>, sampling: Arc<SamplingParams>, n: u32) -> Self {
+        Self {
+            prompt,
+            sampling,
+            started: false,
+            num_live: n,
+            has_tokens: false,
+            first: Choice::default(),
+            others: vec![Choice::default(); (n as usize).saturating_sub(1)],
+        }
     }
 
     /// Whether a choice has not ended.
     pub(crate) fn is_live(&self) -> bool {
-        self.choices.iter().any(|choice| !choice.ended)
+        self.num_live > 0
     }
 
     /// Whether any choice has a token.
     pub(crate) fn has_tokens(&self) -> bool {
-        self.choices.iter().any(|choice| choice.num_tokens > 0)
+        self.has_tokens
+    }
+
+    fn choice_mut(&mut self, choice: u32) -> Option<&mut Choice> {
+        match choice.checked_sub(1) {
+            None => Some(&mut self.first),
+            Some(at) => self.others.get_mut(at as usize),
+        }
     }
 
     /// Marks a choice as ended; false when it already was, or does not exist.
     pub(crate) fn end_choice(&mut self, choice: u32) -> bool {
-        self.choices.get_mut(choice as usize).is_some_and(|choice| !std::mem::replace(&mut choice.ended, true))
+        let ends = self.choice_mut(choice).is_some_and(|choice| !std::mem::replace(&mut choice.ended, true));
+        self.num_live -= u32::from(ends);
+        ends
     }
 
     /// Takes note of an event and puts it in the listener's words.
     pub(crate) fn record(&mut self, event: Event) -> EngineEvent {
         match event {
             Event::Token { id, token, logprobs } => {
-                if let Some(choice) = self.choices.get_mut(id.choice as usize) {
+                if let Some(choice) = self.choice_mut(id.choice) {
                     choice.num_tokens += 1;
                 }
+                self.has_tokens = true;
                 EngineEvent::Token { choice: id.choice, token, logprobs }
             }
             Event::PromptLogprobs { start, logprobs, .. } => EngineEvent::PromptLogprobs { start, logprobs },
             Event::Finished { id, reason, num_cached_tokens } => {
                 self.end_choice(id.choice);
-                let completion_tokens = self.choices.get(id.choice as usize).map_or(0, |choice| choice.num_tokens);
+                let completion_tokens = self.choice_mut(id.choice).map_or(0, |choice| choice.num_tokens);
                 let usage =
                     Usage { prompt_tokens: self.prompt.len(), cached_tokens: num_cached_tokens, completion_tokens };
                 EngineEvent::Finished { choice: id.choice, reason, usage }

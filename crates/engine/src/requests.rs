@@ -1,51 +1,65 @@
-//! The engine's table of live requests, in the order of their ids. Knows nothing of what a request is.
+//! Tables of live requests, in the order of their ids. Know nothing of what is kept of a request.
 
-use crate::request::LiveRequest;
 use pagemill_scheduler::RequestId;
 
-/// Live requests by id. Ids only grow, so a request is appended; plans and events name requests mostly in ascending
-/// order, so a look-up begins behind the last one.
-#[derive(Default)]
-pub(crate) struct LiveRequests {
-    /// Ascending. Apart from the requests, so that a search touches few cache lines.
+/// What is kept of live requests, by id. Ids only grow, so a request is appended; plans and events name requests mostly
+/// in ascending order, so a look-up begins behind the last one.
+pub(crate) struct ByRequest<T> {
+    /// Ascending. Apart from the values, so that a search touches few cache lines.
     ids: Vec<RequestId>,
     /// Aligned with `ids`.
-    requests: Vec<LiveRequest>,
+    values: Vec<T>,
     /// Behind the one looked up last.
     next: usize,
 }
 
-impl LiveRequests {
+impl<T> Default for ByRequest<T> {
+    fn default() -> Self {
+        Self { ids: Vec::new(), values: Vec::new(), next: 0 }
+    }
+}
+
+impl<T> ByRequest<T> {
     /// Adds a request whose id is larger than any before.
-    pub(crate) fn push(&mut self, id: RequestId, request: LiveRequest) {
+    pub(crate) fn push(&mut self, id: RequestId, value: T) {
         assert!(self.ids.last().is_none_or(|last| *last < id), "{id:?} is not the newest request");
         self.ids.push(id);
-        self.requests.push(request);
+        self.values.push(value);
     }
 
-    /// A live request.
-    pub(crate) fn get_mut(&mut self, id: RequestId) -> Option<&mut LiveRequest> {
+    /// A live request's.
+    pub(crate) fn get_mut(&mut self, id: RequestId) -> Option<&mut T> {
         let at = self.find(id)?;
         self.next = at + 1;
-        self.requests.get_mut(at)
+        self.values.get_mut(at)
+    }
+
+    /// Whether a request is live.
+    pub(crate) fn contains(&self, id: RequestId) -> bool {
+        self.find(id).is_some()
     }
 
     /// Forgets a request; cost: the number of live ones.
-    pub(crate) fn remove(&mut self, id: RequestId) -> Option<LiveRequest> {
+    pub(crate) fn remove(&mut self, id: RequestId) -> Option<T> {
         let at = self.find(id)?;
         self.next = at;
         self.ids.remove(at);
-        Some(self.requests.remove(at))
+        Some(self.values.remove(at))
+    }
+
+    /// Whether there is none.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ids.is_empty()
     }
 
     /// All, in order.
-    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &LiveRequest)> {
-        self.ids.iter().copied().zip(&self.requests)
+    pub(crate) fn iter(&self) -> impl Iterator<Item = (RequestId, &T)> {
+        self.ids.iter().copied().zip(&self.values)
     }
 
     /// All, in order.
-    pub(crate) fn into_requests(self) -> impl Iterator<Item = LiveRequest> {
-        self.requests.into_iter()
+    pub(crate) fn into_values(self) -> impl Iterator<Item = T> {
+        self.values.into_iter()
     }
 
     fn find(&self, id: RequestId) -> Option<usize> {
@@ -57,14 +71,16 @@ impl LiveRequests {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{ChannelSink, SamplingParams};
+    use crate::SamplingParams;
+    use crate::request::LiveRequest;
     use std::sync::Arc;
+
+    type LiveRequests = ByRequest<LiveRequest>;
 
     /// A request whose prompt has as many tokens as its id says.
     fn request(id: u64) -> LiveRequest {
-        let (sink, _) = ChannelSink::new(1);
         let prompt: Vec<u32> = vec![0; usize::try_from(id).unwrap_or(0)];
-        LiveRequest::new(prompt.into(), Arc::new(SamplingParams::default()), 1, Box::new(sink))
+        LiveRequest::new(prompt.into(), Arc::new(SamplingParams::default()), 1)
     }
 
     fn prompt_len(requests: &mut LiveRequests, id: u64) -> Option<usize> {
@@ -87,6 +103,6 @@ mod tests {
         }
         let ids: Vec<u64> = requests.iter().map(|(id, _)| id.0).collect();
         assert_eq!(ids, [2, 5, 8]);
-        assert_eq!(requests.into_requests().map(|request| request.prompt.len()).collect::<Vec<_>>(), [2, 5, 8]);
+        assert_eq!(requests.into_values().map(|request| request.prompt.len()).collect::<Vec<_>>(), [2, 5, 8]);
     }
 }

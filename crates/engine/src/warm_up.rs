@@ -50,7 +50,7 @@ pub(crate) fn largest_step(limits: &Limits, block_size: usize, logits_rows: usiz
     LargestStep {
         num_blocks: builder.next_block as usize,
         input: StepInput {
-            plan: StepPlan { step: 0, block_copies: Vec::new(), sequences: builder.sequences },
+            plan: StepPlan { sequences: builder.sequences, ..StepPlan::default() },
             started: vec![started],
             ..StepInput::default()
         },

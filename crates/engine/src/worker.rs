@@ -6,6 +6,7 @@
 
 use crate::draws::Draws;
 use crate::layout::{BatchBuilder, Packing};
+use crate::packer::SpentBatches;
 use crate::pipeline::RankMeter;
 use crate::sampler::{
     Drawn, RequestState, RequestTable, RowScratch, choice_task, drawn, prompt_logprobs, prompt_row, prompt_task,
@@ -42,6 +43,8 @@ pub(crate) struct Worker {
     max_batch_tokens: usize,
     requests: RequestTable,
     batch: BatchBuilder,
+    /// Where batches go that were packed elsewhere.
+    spent_batches: SpentBatches,
     draws: Draws,
     /// What the step before drew, not yet in the requests' pasts.
     drawn: Vec<(SequenceId, u32)>,
@@ -123,6 +126,7 @@ impl Worker {
             max_batch_tokens,
             requests: RequestTable::default(),
             batch: BatchBuilder::default(),
+            spent_batches: SpentBatches::default(),
             draws: Draws::default(),
             drawn: Vec::new(),
             copies: Vec::new(),
@@ -166,6 +170,11 @@ impl Worker {
         self.draws = draws;
     }
 
+    /// Where its batches go once it is done with them.
+    pub(crate) fn set_spent_batches(&mut self, spent_batches: SpentBatches) {
+        self.spent_batches = spent_batches;
+    }
+
     /// Whether it is the one that samples.
     pub(crate) fn is_output_rank(&self) -> bool {
         self.stage().is_last() && self.rank() == 0
@@ -188,6 +197,11 @@ impl Worker {
         self.drawn.clear();
         self.growths_at_start = self.cx.backend.workspace().1;
         self.meter = Arc::default();
+    }
+
+    /// The shape of its pool.
+    pub(crate) fn pool(&self) -> &KvPoolSpec {
+        self.kv.spec()
     }
 
     /// How its batches are packed.
@@ -230,16 +244,19 @@ impl Worker {
     fn compute(&mut self, input: &StepInput, packed: Option<BatchBuilder>) -> Result<StepOutput, EngineError> {
         let plan = &input.plan;
         self.draws.begin_step()?;
-        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        let mut num_padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
+        let sampled = Vec::with_capacity(if self.is_output_rank() { plan.sequences.len() } else { 0 });
+        let mut output = StepOutput { step: plan.step, sampled, ..StepOutput::default() };
         self.copy_blocks(plan)?;
+        let mut spent = None;
         match packed {
-            Some(batch) => self.batch = batch,
+            Some(batch) => spent = Some(std::mem::replace(&mut self.batch, batch)),
             None => self.batch.pack(plan, self.packing())?,
         }
         self.batch.fill_in(&self.draws)?;
+        let mut num_padding = self.batch.num_padding;
         num_padding -= self.push_padding(num_padding)?;
         self.pass(|worker, hidden| {
+            spent.into_iter().for_each(|batch| worker.spent_batches.put(batch));
             worker.update_requests(input)?;
             worker.read_logits(plan, hidden, &mut output)
         })?;
@@ -317,8 +334,11 @@ impl Worker {
 
     /// Runs the stage's layers over the packed batch: hidden states `[T, D]`.
     fn forward(&mut self, incoming: Option<Tensor>) -> Result<Tensor, EngineError> {
-        let layout = std::mem::take(&mut self.batch.layout);
-        let batch = self.cx.backend.upload_batch(layout, self.kv.spec())?;
+        let (backend, pool) = (self.cx.backend.as_ref(), self.kv.spec());
+        let batch = match self.batch.checked.take() {
+            Some(layout) => backend.upload_checked(layout, pool)?,
+            None => backend.upload_batch(std::mem::take(&mut self.batch.layout), pool)?,
+        };
         let packed = *self.host.packed.get_or_insert_with(Instant::now);
         self.host.launched.get_or_insert(packed);
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };

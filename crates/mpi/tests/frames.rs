@@ -68,7 +68,8 @@ fn step() -> impl Strategy<Value = Frame> {
     (any::<u64>(), copies, vec(sequence(), 0..4), vec(started, 0..3), ended).prop_map(
         |(step, copies, sequences, started, (ended, ended_sequences, after_idle))| {
             let copy = |(src, dst)| BlockCopy { src: BlockId(src), dst: BlockId(dst) };
-            let plan = StepPlan { step, block_copies: copies.into_iter().map(copy).collect(), sequences };
+            let block_copies = copies.into_iter().map(copy).collect();
+            let plan = StepPlan { step, block_copies, sequences, ..StepPlan::default() };
             let ended = ended.into_iter().map(RequestId).collect();
             Frame::Step(Arc::new(StepInput { plan, started, ended, ended_sequences, after_idle }))
         },

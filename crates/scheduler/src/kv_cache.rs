@@ -11,16 +11,16 @@ mod planted_tests;
 mod pool;
 mod prefix_index;
 mod table;
+mod tables;
 
-use std::collections::HashMap;
-
-use crate::id_hash::HashById;
 use crate::{BlockCopy, SequenceId};
 use blocks::Blocks;
 use pool::{BlockPool, Place};
 pub use prefix_index::BlockHashChain;
 use prefix_index::{BlockKey, PrefixIndex};
 use table::{BlockTable, GroupTable};
+use tables::Tables;
+pub(crate) use tables::{TableRef, TableSlot};
 
 /// A block of the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -128,8 +128,8 @@ pub struct PrefixHit {
 pub struct PagedKvCache {
     config: KvCacheConfig,
     blocks: Blocks,
-    /// Looked up by id only; iterated by nothing but the integrity check.
-    tables: HashMap<SequenceId, BlockTable, HashById>,
+    /// Iterated by nothing but the integrity check.
+    tables: Tables,
     prefix_queries: u64,
     prefix_hits: u64,
 }
@@ -154,7 +154,7 @@ impl PagedKvCache {
                 num_evictions: 0,
                 num_copies_on_write: 0,
             },
-            tables: HashMap::default(),
+            tables: Tables::default(),
             prefix_queries: 0,
             prefix_hits: 0,
             config,
@@ -223,7 +223,7 @@ impl PagedKvCache {
     /// Blocks that a sequence holds now, over all groups; 0 for one that has no table.
     #[must_use]
     pub fn num_held(&self, id: SequenceId) -> usize {
-        self.tables.get(&id).map_or(0, BlockTable::num_held)
+        self.tables.find(id).map_or(0, |at| self.tables.table(at).num_held())
     }
 
     /// Whether [`Self::fork`] works under this layout.
@@ -294,7 +294,7 @@ impl PagedKvCache {
     /// Gives a sequence its tables: the hit's blocks, or its whole reservation. The hit must come
     /// from a look-up with no change to the cache since; the default hit means a cold start.
     pub fn start_sequence(&mut self, id: SequenceId, hit: PrefixHit) -> Result<(), OutOfBlocks> {
-        assert!(!self.tables.contains_key(&id), "{id:?} already holds blocks");
+        assert!(self.tables.find(id).is_none(), "{id:?} already holds blocks");
         let mut table = BlockTable { groups: vec![GroupTable::default(); self.config.groups.len()], num_registered: 0 };
         if self.config.layout == KvLayout::Contiguous {
             self.reserve(&mut table)?;
@@ -332,11 +332,27 @@ impl PagedKvCache {
         end: usize,
         copies: &mut Vec<BlockCopy>,
     ) -> Result<(), OutOfBlocks> {
-        let Some(table) = self.tables.get_mut(&id) else {
-            panic!("{id:?} holds no table");
-        };
+        self.extend_at(self.table_of(id), start, end, copies)
+    }
+
+    /// As [`Self::extend`]. Most steps of a decode write to a block that the step before wrote to: nothing to do.
+    pub(crate) fn extend_at(
+        &mut self,
+        at: TableRef,
+        start: usize,
+        end: usize,
+        copies: &mut Vec<BlockCopy>,
+    ) -> Result<(), OutOfBlocks> {
+        let writable = &self.tables.marks(at).writable;
+        if writable.start <= start && end <= writable.end {
+            return Ok(());
+        }
         let block_size = self.config.block_size;
-        self.blocks.extend(table, (start / block_size, end.div_ceil(block_size)), copies)
+        let (first_block, end_block) = (start / block_size, end.div_ceil(block_size));
+        let (table, marks) = self.tables.both_mut(at);
+        self.blocks.extend(table, (first_block, end_block), copies)?;
+        marks.writable = start..end_block * block_size;
+        Ok(())
     }
 
     /// The step that made these copies is done: their sources may be reused.
@@ -350,26 +366,34 @@ impl PagedKvCache {
     #[must_use]
     pub fn block_tables(&self, id: SequenceId, num_tokens: usize) -> Vec<Vec<BlockId>> {
         let mut tables = Vec::new();
-        self.write_block_tables(id, num_tokens, &mut tables);
+        self.write_block_tables(self.table_of(id), num_tokens, &mut tables);
         tables
     }
 
     /// As [`Self::block_tables`], over `tables` and into their memory.
-    pub(crate) fn write_block_tables(&self, id: SequenceId, num_tokens: usize, tables: &mut Vec<Vec<BlockId>>) {
+    pub(crate) fn write_block_tables(&self, at: TableRef, num_tokens: usize, tables: &mut Vec<Vec<BlockId>>) {
+        tables.iter_mut().for_each(Vec::clear);
+        tables.resize_with(self.config.groups.len(), Vec::new);
+        self.append_block_tables(at, num_tokens, tables);
+    }
+
+    /// As [`Self::block_tables`], to `tables` that hold its first entries.
+    pub(crate) fn append_block_tables(&self, at: TableRef, num_tokens: usize, tables: &mut [Vec<BlockId>]) {
         let num_blocks = num_tokens.div_ceil(self.config.block_size);
-        let groups = &self.table(id).groups;
-        tables.resize_with(groups.len(), Vec::new);
-        for (table, group) in tables.iter_mut().zip(groups) {
-            table.clear();
-            table.extend_from_slice(&group.blocks[..num_blocks]);
+        for (table, group) in tables.iter_mut().zip(&self.tables.table(at).groups) {
+            table.extend_from_slice(&group.blocks[table.len()..num_blocks]);
         }
     }
 
-    fn table(&self, id: SequenceId) -> &BlockTable {
-        let Some(table) = self.tables.get(&id) else {
+    /// Where the sequence's table is.
+    ///
+    /// # Panics
+    /// When it holds none.
+    pub(crate) fn table_of(&self, id: SequenceId) -> TableRef {
+        let Some(at) = self.tables.find(id) else {
             panic!("{id:?} holds no table");
         };
-        table
+        at
     }
 
     /// The first `num_computed` of `tokens` have been computed, by steps that are all done: their full
@@ -377,18 +401,37 @@ impl PagedKvCache {
     ///
     /// Of two sequences that computed the same block, the first keeps the name.
     pub fn mark_computed(&mut self, id: SequenceId, chain: &mut BlockHashChain, tokens: &[u32], num_computed: usize) {
+        self.mark_computed_at(self.table_of(id), chain, tokens, num_computed);
+    }
+
+    /// As [`Self::mark_computed`]; whether blocks went back, so that entries of the table changed.
+    pub(crate) fn mark_computed_at(
+        &mut self,
+        at: TableRef,
+        chain: &mut BlockHashChain,
+        tokens: &[u32],
+        num_computed: usize,
+    ) -> bool {
+        if num_computed < self.tables.marks(at).due_at {
+            return false;
+        }
         let reads_prefixes = self.reads_prefixes();
         let KvCacheConfig { groups, block_size, layout, .. } = &self.config;
-        let Some(table) = self.tables.get_mut(&id) else {
-            panic!("{id:?} holds no table");
-        };
+        let (table, marks) = self.tables.both_mut(at);
         let num_full = num_computed / block_size;
         if reads_prefixes && num_full > table.num_registered {
             self.blocks.register(table, chain.extend_to(tokens, *block_size, num_full));
         }
-        if *layout == KvLayout::Paged {
-            self.blocks.reclaim(table, groups, num_computed, *block_size);
+        let reclaimed = *layout == KvLayout::Paged && self.blocks.reclaim(table, groups, num_computed, *block_size);
+        marks.due_at = usize::MAX;
+        if reads_prefixes {
+            marks.due_at = (table.num_registered + 1) * block_size;
         }
+        if *layout == KvLayout::Paged {
+            let reclaims = table.groups.iter().zip(groups).map(|(table, group)| table.reclaims_at(*group, *block_size));
+            marks.due_at = reclaims.fold(marks.due_at, usize::min);
+        }
+        reclaimed
     }
 
     /// `child` shares all blocks of `parent`, a last partial one included; the first to write copies.
@@ -397,8 +440,10 @@ impl PagedKvCache {
     /// Under [`KvLayout::Contiguous`], which shares nothing: ask [`Self::can_fork`].
     pub fn fork(&mut self, parent: SequenceId, child: SequenceId) {
         assert!(self.can_fork(), "a contiguous layout shares no blocks");
-        assert!(!self.tables.contains_key(&child), "{child:?} already holds blocks");
-        let table = self.table(parent).clone();
+        let parent = self.table_of(parent);
+        let (table, marks) = self.tables.both_mut(parent);
+        marks.writable = 0..0;
+        let table = table.clone();
         for block in table.groups.iter().flat_map(GroupTable::live) {
             self.blocks.pool.share(*block);
         }
@@ -408,7 +453,7 @@ impl PagedKvCache {
     /// Takes a sequence's tables away. Named blocks stay findable until they are evicted, the end of
     /// the sequence before its beginning. No step in flight may read or write them.
     pub fn free_sequence(&mut self, id: SequenceId) {
-        let Some(table) = self.tables.remove(&id) else {
+        let Some(table) = self.tables.remove(id) else {
             panic!("{id:?} holds no table");
         };
         let num_blocks = table.groups.first().map_or(0, |group| group.blocks.len());

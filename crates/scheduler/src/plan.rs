@@ -63,6 +63,9 @@ pub struct StepPlan {
     pub block_copies: Vec<BlockCopy>,
     /// Sequences, end to end.
     pub sequences: Vec<ScheduledSequence>,
+    /// For each of them the first step since which its block tables have only grown: those of a plan from there on,
+    /// the sequence being part of it, are the beginning of this one's. Empty where nothing is known.
+    pub tables_since: Vec<u64>,
 }
 
 impl StepPlan {

@@ -8,18 +8,23 @@ mod continuous;
 mod filler_governor;
 mod micro_batch;
 mod sequence;
+mod sequences;
+mod spent;
 mod static_batch;
 mod step;
 mod waiting;
 
 use std::collections::{HashMap, VecDeque};
+use std::num::NonZeroU64;
 
 use crate::id_hash::HashById;
-use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, ScheduledSequence, SequenceId, StepPlan, Time};
+use crate::{Admission, PagedKvCache, Refusal, RequestId, RequestSpec, SequenceId, StepPlan, Time};
 use filler_governor::FillerGovernor;
 use sequence::Sequence;
+use sequences::{SequenceRef, Sequences};
+use spent::SpentMemory;
 use static_batch::StaticBatch;
-use step::{InFlightStep, StepBuilder};
+use step::{InFlightStep, StepBuilder, StepRecord};
 use waiting::{Rank, WaitingQueue};
 
 /// Limits and policy.
@@ -88,8 +93,8 @@ struct LiveRequest {
 #[derive(Debug)]
 pub struct DynamicBatchScheduler {
     config: SchedulerConfig,
-    /// Looked up by id only, never iterated.
-    sequences: HashMap<SequenceId, Sequence, HashById>,
+    /// Never iterated.
+    sequences: Sequences,
     requests: HashMap<RequestId, LiveRequest, HashById>,
     waiting: WaitingQueue,
     /// Sequences that hold blocks and have not ended, in order of precedence.
@@ -99,14 +104,14 @@ pub struct DynamicBatchScheduler {
     in_flight: VecDeque<InFlightStep>,
     governor: FillerGovernor,
     /// The last decode step that came home, if it was no filling one and has not been timed.
-    finished_decode: Option<InFlightStep>,
+    finished_decode: Option<StepRecord>,
     static_batch: Option<StaticBatch>,
     /// A running sequence found no blocks for the newest plan, or took others'.
     blocks_were_short: bool,
     /// Running sequences that end with the plan in flight, whatever it draws; as of the plan being made.
     num_leaving: usize,
-    /// Decodes of plans that are done, as many as a batch holds at most: the next plan is made in their memory.
-    spares: Vec<ScheduledSequence>,
+    /// What plans that are done leave to the next one.
+    spent: SpentMemory,
     /// Number of the newest plan.
     step: u64,
     counters: SchedulerStats,
@@ -124,7 +129,7 @@ impl DynamicBatchScheduler {
         assert!(config.max_batch_tokens >= config.max_batch_size, "a step has room for one token of each sequence");
         Self {
             config,
-            sequences: HashMap::default(),
+            sequences: Sequences::default(),
             requests: HashMap::default(),
             waiting: WaitingQueue::default(),
             running: Vec::new(),
@@ -135,7 +140,7 @@ impl DynamicBatchScheduler {
             static_batch: None,
             blocks_were_short: false,
             num_leaving: 0,
-            spares: Vec::new(),
+            spent: SpentMemory::default(),
             step: 0,
             counters: SchedulerStats::default(),
         }
@@ -163,9 +168,8 @@ impl DynamicBatchScheduler {
         self.check_limits(&request, kv_cache)?;
         let live = LiveRequest { num_choices: request.n, num_live: request.n };
         self.requests.insert(request.id, live);
-        let sequence = Sequence::first_choice(request, self.config.ageing_us);
-        self.waiting.insert(sequence.rank);
-        self.sequences.insert(sequence.id, sequence);
+        let rank = self.sequences.insert(Sequence::first_choice(request, self.config.ageing_us));
+        self.waiting.insert(rank);
         Ok(())
     }
 
@@ -205,7 +209,7 @@ impl DynamicBatchScheduler {
     /// Ends one choice (its stop string was found), as [`Self::abort`] does. No event. Before the
     /// request's first token all choices are still one sequence, so this ends all of them.
     pub fn finish_sequence(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache) {
-        if self.sequences.get(&id).is_some_and(|sequence| sequence.num_unforked > 0) {
+        if self.find(id).is_some_and(|sequence| sequence.num_unforked > 0) {
             self.abort(id.request, kv_cache);
         } else {
             self.end_sequence(id, kv_cache);
@@ -216,7 +220,7 @@ impl DynamicBatchScheduler {
     /// once the choice has ended.
     #[must_use]
     pub fn num_cached_tokens(&self, id: SequenceId) -> Option<usize> {
-        self.sequences.get(&id).and_then(|sequence| sequence.num_cached_tokens)
+        self.find(id).and_then(Sequence::num_cached_tokens)
     }
 
     /// The next step; empty when nothing can run. An empty plan repeats the last step's number and
@@ -230,38 +234,39 @@ impl DynamicBatchScheduler {
         if self.must_wait_for_output() {
             return self.empty_plan();
         }
-        let mut step = StepBuilder::with_spares(std::mem::take(&mut self.spares));
+        let mut step = StepBuilder::new(NonZeroU64::MIN.saturating_add(self.step), self.spent.take());
         self.count_leaving();
         if self.config.continuous_batching {
             self.fill_continuous(&mut step, kv_cache);
         } else {
             self.fill_static(&mut step, kv_cache, now);
         }
-        self.spares = std::mem::take(&mut step.spares);
         self.counters.peak_running = self.counters.peak_running.max(self.running.len());
-        self.counters.padding_tokens += step.num_padding() as u64;
+        self.counters.padding_tokens += step.num_padding as u64;
         self.counters.mixed_steps += u64::from(step.is_mixed());
         if step.is_empty() {
+            self.spent.put(step.into_spent());
             return self.empty_plan();
         }
         self.step += 1;
-        let (plan, mut in_flight) = step.finish(self.step, now);
-        if in_flight.is_filler {
-            self.counters.filler_tokens += in_flight.num_tokens as u64;
-            self.in_flight.iter_mut().for_each(|step| step.is_beside_filler = true);
+        let (plan, mut in_flight) = step.finish(now);
+        let record = &mut in_flight.record;
+        if record.is_filler {
+            self.counters.filler_tokens += record.num_tokens as u64;
+            self.in_flight.iter_mut().for_each(|step| step.record.is_beside_filler = true);
         } else {
-            in_flight.is_beside_filler = self.in_flight.iter().any(|step| step.is_filler);
+            record.is_beside_filler = self.in_flight.iter().any(|step| step.record.is_filler);
         }
+        self.note_draws(&in_flight);
         self.in_flight.push_back(in_flight);
-        self.note_draws(&plan);
         plan
     }
 
-    /// Takes back a plan that nobody reads any more: with it, steady decoding plans without allocating for a
-    /// sequence. What comes back changes no plan. Prompt chunks, which are long, are let go.
+    /// Takes back a plan that nobody reads any more, as it was: the next one is made of it, so that steady decoding
+    /// allocates nothing for a sequence and writes only what is new. No plan is another for it. Prompt chunks, which are
+    /// long, are let go.
     pub fn reuse(&mut self, plan: StepPlan) {
-        let room = self.config.max_batch_size.saturating_sub(self.spares.len());
-        self.spares.extend(plan.sequences.into_iter().filter(|sequence| sequence.token_ids.len() == 1).take(room));
+        self.spent.put_plan(plan);
     }
 
     fn empty_plan(&self) -> StepPlan {
@@ -294,18 +299,16 @@ impl DynamicBatchScheduler {
         }
     }
 
-    fn sequence(&self, id: SequenceId) -> &Sequence {
-        let Some(sequence) = self.sequences.get(&id) else {
-            panic!("{id:?} is scheduled but not live");
-        };
-        sequence
+    fn find(&self, id: SequenceId) -> Option<&Sequence> {
+        self.sequences.find(id).map(|at| self.sequences.get(at))
     }
 
-    fn sequence_mut(&mut self, id: SequenceId) -> &mut Sequence {
-        let Some(sequence) = self.sequences.get_mut(&id) else {
-            panic!("{id:?} is scheduled but not live");
-        };
-        sequence
+    fn sequence(&self, at: SequenceRef) -> &Sequence {
+        self.sequences.get(at)
+    }
+
+    fn sequence_mut(&mut self, at: SequenceRef) -> &mut Sequence {
+        self.sequences.get_mut(at)
     }
 
     fn insert_running(&mut self, rank: Rank) {
@@ -317,13 +320,15 @@ impl DynamicBatchScheduler {
 
     /// Ends a sequence wherever it is; unknown and already ended ones are left alone.
     fn end_sequence(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache) {
-        let Some(sequence) = self.sequences.get_mut(&id).filter(|sequence| !sequence.ended) else {
+        let Some(at) = self.sequences.find(id) else { return };
+        let sequence = self.sequences.get_mut(at);
+        if sequence.ended {
             return;
-        };
+        }
         let (rank, in_flight) = (sequence.rank, sequence.num_in_flight > 0);
         sequence.ended = true;
-        if let Ok(at) = self.running.binary_search(&rank) {
-            self.running.remove(at);
+        if let Ok(rank_idx) = self.running.binary_search(&rank) {
+            self.running.remove(rank_idx);
             if in_flight {
                 self.num_ending += 1;
             } else {
@@ -333,7 +338,7 @@ impl DynamicBatchScheduler {
             assert!(self.waiting.remove(&rank), "{id:?} neither runs nor waits");
         }
         if !in_flight {
-            self.sequences.remove(&id);
+            self.sequences.remove(at);
         }
         self.count_ended(id.request);
     }

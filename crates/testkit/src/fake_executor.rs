@@ -352,6 +352,10 @@ impl FakeExecutor {
             self.sample(sequence, &mut output);
         }
         self.drawn.clone_from(&output.sampled);
+        // A plan goes back as it came.
+        for sequence in plan.sequences.iter_mut().filter(|sequence| sequence.drawn_idx.is_some()) {
+            sequence.token_ids.iter_mut().last().into_iter().for_each(|token| *token = 0);
+        }
         output
     }
 

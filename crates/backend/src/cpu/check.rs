@@ -3,7 +3,7 @@
 
 use super::memory::CpuBuffer;
 pub(crate) use crate::check::{
-    ensure, ensure_attention, ensure_batch, ensure_f32, ensure_rope, ensure_shape, ensure_slots, shape_error,
+    ensure, ensure_attention, ensure_f32, ensure_rope, ensure_shape, ensure_slots, shape_error,
 };
 use crate::{BackendError, DeviceBuffer, Tensor};
 

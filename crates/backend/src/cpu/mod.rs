@@ -54,14 +54,13 @@ pub use quant::bench_access;
 pub use shared_collective::SharedCollective;
 
 use crate::{
-    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, DType, DeviceBatch, DeviceBuffer,
-    DeviceInfo, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, Qkv, ReadRows, RopeTable, Tensor, Weight,
-    WeightDesc,
+    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch,
+    DeviceBuffer, DeviceInfo, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, Qkv, ReadRows, RopeTable,
+    Tensor, Weight, WeightDesc,
 };
 use attention::{AttentionScratch, AttentionTask};
 use check::{
-    cpu_buffer, elements, elements_mut, ensure, ensure_attention, ensure_batch, ensure_rope, ensure_shape,
-    ensure_slots, shape_error,
+    cpu_buffer, elements, elements_mut, ensure, ensure_attention, ensure_rope, ensure_shape, ensure_slots, shape_error,
 };
 use float_linear::FloatWeight;
 use kernels::RowKernels;
@@ -311,8 +310,11 @@ impl Backend for CpuBackend {
     }
 
     fn upload_batch(&self, layout: BatchLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
-        ensure_batch(&layout, kv)?;
-        Ok(DeviceBatch { layout, device: None })
+        self.upload_checked(CheckedLayout::new(layout, kv)?, kv)
+    }
+
+    fn upload_checked(&self, layout: CheckedLayout, kv: &KvPoolSpec) -> Result<DeviceBatch, BackendError> {
+        Ok(DeviceBatch { layout: layout.into_layout_for(kv)?, device: None })
     }
 
     fn begin_forward(&self) {

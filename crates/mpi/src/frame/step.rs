@@ -28,8 +28,9 @@ const REQUEST_ID_BYTES: usize = 8;
 const BIAS_BYTES: usize = 8;
 
 pub(super) fn write(step: &StepInput, writer: &mut Writer<'_>) -> Result<(), FrameError> {
-    let StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences, after_idle } =
-        step;
+    let StepInput { plan, started, ended, ended_sequences, after_idle } = step;
+    // Ranks elsewhere pack each plan for itself.
+    let StepPlan { step, block_copies, sequences, tables_since: _ } = plan;
     writer.u64(*step);
     writer.count("block_copies", block_copies.len(), MAX_ENTRIES)?;
     for copy in block_copies {
@@ -68,7 +69,8 @@ pub(super) fn read(reader: &mut Reader<'_>) -> Result<StepInput, FrameError> {
     let ended = reader.list("ended", MAX_ENTRIES, REQUEST_ID_BYTES, |reader| Ok(RequestId(reader.u64("ended")?)))?;
     let ended_sequences = reader.list("ended_sequences", MAX_ENTRIES, SEQUENCE_ID_BYTES, read_sequence_id)?;
     let after_idle = reader.flag("after_idle")?;
-    Ok(StepInput { plan: StepPlan { step, block_copies, sequences }, started, ended, ended_sequences, after_idle })
+    let plan = StepPlan { step, block_copies, sequences, tables_since: Vec::new() };
+    Ok(StepInput { plan, started, ended, ended_sequences, after_idle })
 }
 
 pub(super) fn write_sequence_id(id: SequenceId, writer: &mut Writer<'_>) {

@@ -89,17 +89,23 @@ impl Blocks {
                 if self.pool.skips_share_count && self.pool.meta(block).place != Place::Owned {
                     continue;
                 }
-                if self.index.find(key).is_none() && self.pool.meta(block).key.is_none() {
+                if self.pool.meta(block).key.is_none() && self.index.insert(key, block) {
                     self.pool.set_key(block, key);
-                    self.index.insert(key, block);
                 }
             }
         }
         table.num_registered = hashes.len();
     }
 
-    /// Gives back what lies wholly behind the window of the token at `position`.
-    pub(super) fn reclaim(&mut self, table: &mut BlockTable, kinds: &[CacheGroup], position: usize, block_size: usize) {
+    /// Gives back what lies wholly behind the window of the token at `position`; whether anything does.
+    pub(super) fn reclaim(
+        &mut self,
+        table: &mut BlockTable,
+        kinds: &[CacheGroup],
+        position: usize,
+        block_size: usize,
+    ) -> bool {
+        let mut reclaimed = false;
         for (group, kind) in table.groups.iter_mut().zip(kinds) {
             let first = kind.first_block_read(position, block_size).min(group.blocks.len());
             if first <= group.first_live {
@@ -109,6 +115,8 @@ impl Blocks {
                 self.pool.release(std::mem::replace(entry, BlockId::NONE));
             }
             group.first_live = first;
+            reclaimed = true;
         }
+        reclaimed
     }
 }

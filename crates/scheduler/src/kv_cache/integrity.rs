@@ -14,11 +14,14 @@ impl PagedKvCache {
 
     fn check_tables(&self) -> Result<(), IntegrityError> {
         let mut owners = vec![0u32; self.blocks.pool.num_blocks()];
-        for (id, table) in &self.tables {
+        for (id, table, marks) in self.tables.iter() {
             if table.groups.len() != self.config.groups.len() {
                 return broken(format!("{id:?} has {} tables", table.groups.len()));
             }
             let len = table.groups[0].blocks.len();
+            if marks.writable.end > len * self.config.block_size {
+                return broken(format!("{id:?} may write {:?} to {len} blocks", marks.writable));
+            }
             for (group_idx, group) in table.groups.iter().enumerate() {
                 if group.blocks.len() != len || group.first_live > len || table.num_registered > len {
                     return broken(format!("{id:?} group {group_idx}: {} entries, others {len}", group.blocks.len()));
@@ -73,7 +76,7 @@ impl PagedKvCache {
 
     /// A named block serves one cache group only.
     fn check_groups_of_names(&self) -> Result<(), IntegrityError> {
-        for (id, table) in &self.tables {
+        for (id, table, _) in self.tables.iter() {
             for (group_idx, group) in (0u32..).zip(&table.groups) {
                 for &block in group.live() {
                     let key: Option<BlockKey> = self.blocks.pool.meta(block).key;

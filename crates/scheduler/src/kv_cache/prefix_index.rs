@@ -2,6 +2,7 @@
 //! state; does not know who owns a block.
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 
 use super::BlockId;
 
@@ -13,7 +14,8 @@ pub(super) struct BlockKey {
 }
 
 /// The chained hashes of one sequence's full blocks:
-/// `hash[k] = H(hash[k - 1], tokens of block k)`, with the salt in front of the first.
+/// `hash[k] = H(key: hash[k - 1], tokens of block k)`, with the salt in front of the first. The hash before is BLAKE3's
+/// key, so that a block of 16 tokens is one compression.
 ///
 /// A sequence's tokens only grow, so a chain stays valid for its whole life, over preemptions too.
 /// The chain is the same for all cache groups.
@@ -41,10 +43,11 @@ impl BlockHashChain {
         while self.hashes.len() < num_blocks {
             let start = self.hashes.len() * block_size;
             let parent = self.hashes.last().copied().unwrap_or(self.root);
-            let mut hasher = blake3::Hasher::new();
-            hasher.update(&parent.to_le_bytes());
-            let mut bytes = [0u8; 1024];
-            for part in tokens[start..start + block_size].chunks(256) {
+            let mut key = *b"pagemill kv block chain, a block";
+            key[..16].copy_from_slice(&parent.to_le_bytes());
+            let mut hasher = blake3::Hasher::new_keyed(&key);
+            let mut bytes = [0u8; 64];
+            for part in tokens[start..start + block_size].chunks(16) {
                 for (slot, token) in bytes.chunks_exact_mut(4).zip(part) {
                     slot.copy_from_slice(&token.to_le_bytes());
                 }
@@ -58,7 +61,7 @@ impl BlockHashChain {
 
 fn truncate(hasher: &blake3::Hasher) -> u128 {
     let mut bytes = [0u8; 16];
-    hasher.finalize_xof().fill(&mut bytes);
+    bytes.copy_from_slice(&hasher.finalize().as_bytes()[..16]);
     u128::from_le_bytes(bytes)
 }
 
@@ -78,9 +81,15 @@ impl PrefixIndex {
         self.blocks.get(&key).copied()
     }
 
-    pub(super) fn insert(&mut self, key: BlockKey, block: BlockId) {
-        let old = self.blocks.insert(key, block);
-        assert!(old.is_none(), "two blocks, {old:?} and {block:?}, have the same name");
+    /// Gives a block its name; false where another one has it.
+    pub(super) fn insert(&mut self, key: BlockKey, block: BlockId) -> bool {
+        match self.blocks.entry(key) {
+            Entry::Occupied(_) => false,
+            Entry::Vacant(entry) => {
+                entry.insert(block);
+                true
+            }
+        }
     }
 
     pub(super) fn remove(&mut self, key: BlockKey) {

@@ -19,6 +19,14 @@ impl GroupTable {
     pub(super) fn live(&self) -> &[BlockId] {
         &self.blocks[self.first_live..]
     }
+
+    /// The first position behind whose window more lies than now.
+    pub(super) fn reclaims_at(&self, kind: CacheGroup, block_size: usize) -> usize {
+        match kind {
+            CacheGroup::Full => usize::MAX,
+            CacheGroup::SlidingWindow { window } => ((self.first_live + 1) * block_size).saturating_add(window - 1),
+        }
+    }
 }
 
 /// One sequence's tables.

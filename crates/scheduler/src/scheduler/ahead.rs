@@ -8,8 +8,8 @@
 
 use super::DynamicBatchScheduler;
 use super::sequence::Draw;
+use super::step::InFlightStep;
 use super::waiting::Rank;
-use crate::StepPlan;
 
 impl DynamicBatchScheduler {
     /// Whether nothing can be planned before the plan in flight is applied. Where blocks were short, the next plan
@@ -24,22 +24,22 @@ impl DynamicBatchScheduler {
         self.config.plan_ahead && num_in_flight > 0 && self.blocks_were_short
     }
 
-    /// Remembers which sequences' next tokens `plan` draws, and as which of its draws.
-    pub(super) fn note_draws(&mut self, plan: &StepPlan) {
+    /// Remembers which sequences' next tokens the plan draws, and as which of its draws.
+    pub(super) fn note_draws(&mut self, plan: &InFlightStep) {
         if !self.config.plan_ahead {
             return;
         }
         let mut next_idx = 0;
-        for sequence in plan.sequences.iter().filter(|sequence| !sequence.sample.is_empty()) {
-            self.sequence_mut(sequence.id).draw = Some(Draw { step: plan.step, idx: next_idx });
-            next_idx += u32::try_from(sequence.sample.len()).unwrap_or(u32::MAX);
+        for entry in plan.entries.iter().filter(|entry| entry.num_sampled > 0) {
+            self.sequence_mut(entry.place).draw = Some(Draw { step: plan.step, idx: next_idx });
+            next_idx += u32::try_from(entry.num_sampled).unwrap_or(u32::MAX);
         }
     }
 
     /// Counts the sequences that leave with the plan in flight: their places are free for those that wait.
     pub(super) fn count_leaving(&mut self) {
         let may_admit = self.config.plan_ahead && !self.in_flight.is_empty() && !self.waiting.is_empty();
-        let is_leaving = |rank: &&Rank| self.sequence(rank.id).is_leaving();
+        let is_leaving = |rank: &&Rank| self.sequence(rank.place()).is_leaving();
         self.num_leaving = if may_admit { self.running.iter().filter(is_leaving).count() } else { 0 };
     }
 

@@ -3,7 +3,11 @@
 
 use super::DynamicBatchScheduler;
 use super::sequence::Sequence;
+use super::sequences::SequenceRef;
 use super::step::InFlightEntry;
+use std::hint::black_box;
+use std::num::NonZeroU64;
+
 use crate::{Event, FinishReason, PagedKvCache, SampledToken, SequenceId, StepOutput, Time};
 
 impl DynamicBatchScheduler {
@@ -15,62 +19,79 @@ impl DynamicBatchScheduler {
     /// asked for: going on could give one request's token to another.
     pub fn apply(&mut self, kv_cache: &mut PagedKvCache, output: StepOutput, _now: Time) -> Vec<Event> {
         let mut events = Vec::with_capacity(output.sampled.len());
-        let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step == output.step) else {
+        let Some(flight) = self.in_flight.pop_front_if(|flight| flight.step.get() == output.step) else {
             let oldest = self.in_flight.front().map(|flight| flight.step);
             panic!("output of step {} arrived; the oldest step in flight is {oldest:?}", output.step);
         };
         kv_cache.release_copies(&flight.copies);
+        self.fetch(&flight.entries);
         let mut sampled = output.sampled.into_iter();
         let mut prompt_logprobs = output.prompt_logprobs;
-        let mut tokens: Vec<SampledToken> = Vec::new();
-        for &entry in &flight.entries {
-            tokens.clear();
-            tokens.extend(sampled.by_ref().take(entry.num_sampled));
-            check_samples(entry, &tokens, flight.step);
-            if !self.mark_applied(entry, flight.step, kv_cache) {
-                continue;
+        for entry in &flight.entries {
+            let is_live = self.mark_applied(entry, flight.step, kv_cache);
+            if is_live && entry.prompt_logprobs {
+                self.report_prompt_logprobs(entry.place, &mut prompt_logprobs, &mut events);
             }
-            if entry.prompt_logprobs {
-                self.report_prompt_logprobs(entry.id, &mut prompt_logprobs, &mut events);
+            // The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
+            let SequenceId { request, choice } = entry.place.id();
+            let mut samples = (choice..).take(entry.num_sampled).map(|choice| {
+                let next = sampled.next();
+                let id = SequenceId { request, choice };
+                next.filter(|sample| sample.id == id).unwrap_or_else(|| not_sampled(entry, output.step))
+            });
+            if is_live {
+                self.apply_samples(entry, &mut samples, kv_cache, &mut events);
             }
-            self.apply_tokens(entry, &mut tokens, kv_cache, &mut events);
+            samples.for_each(drop);
         }
-        assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", flight.step);
-        self.finished_decode = Some(flight).filter(|flight| !flight.is_filler && flight.is_decode());
+        assert!(sampled.next().is_none(), "step {} sampled more than it was asked for", output.step);
+        self.finished_decode = Some(flight.record).filter(|step| !step.is_filler && step.is_decode);
+        self.spent.put_entries(flight.entries);
         events
     }
 
+    /// Reads where every sequence's next token goes. With hundreds of sequences the memory behind a step's device time
+    /// is far: reads of it overlap, while writes wait one for the other.
+    fn fetch(&self, entries: &[InFlightEntry]) {
+        let newest = entries.iter().filter_map(|entry| self.sequence(entry.place).tokens.last());
+        black_box(newest.fold(0, |seen, token| seen ^ token));
+    }
+
     /// The entry's tokens are in the cache; whether its sequence is still live.
-    fn mark_applied(&mut self, entry: InFlightEntry, step: u64, kv_cache: &mut PagedKvCache) -> bool {
+    fn mark_applied(&mut self, entry: &InFlightEntry, step: NonZeroU64, kv_cache: &mut PagedKvCache) -> bool {
         self.counters.prompt_tokens += entry.num_prompt_tokens as u64;
-        let sequence = self.sequence_mut(entry.id);
+        let next_step = self.step + 1;
+        let sequence = self.sequences.get_mut(entry.place);
         sequence.num_in_flight -= 1;
         if sequence.ended {
             if sequence.num_in_flight == 0 {
-                self.sequences.remove(&entry.id);
+                self.sequences.remove(entry.place);
                 self.num_ending -= 1;
-                kv_cache.free_sequence(entry.id);
+                kv_cache.free_sequence(entry.place.id());
             }
             return false;
         }
         sequence.num_applied = entry.end;
         sequence.draw = sequence.draw.filter(|draw| draw.step != step);
-        kv_cache.mark_computed(entry.id, &mut sequence.chain, &sequence.tokens, entry.end);
+        if kv_cache.mark_computed_at(sequence.table(), &mut sequence.chain, &sequence.tokens, entry.end) {
+            sequence.tables_since = next_step;
+        }
         true
     }
 
     /// Reports positions not reported before (a recomputed prompt gives them again).
     fn report_prompt_logprobs(
         &mut self,
-        id: SequenceId,
+        place: SequenceRef,
         outputs: &mut Vec<(SequenceId, usize, Vec<crate::TokenLogprobs>)>,
         events: &mut Vec<Event>,
     ) {
+        let id = place.id();
         let Some(at) = outputs.iter().position(|(owner, _, _)| *owner == id) else {
             return;
         };
         let (_, first, mut logprobs) = outputs.remove(at);
-        let sequence = self.sequence_mut(id);
+        let sequence = self.sequence_mut(place);
         let start = first.max(sequence.logprobs_from);
         let end = (first + logprobs.len()).min(sequence.prompt_len);
         if start < end {
@@ -81,70 +102,68 @@ impl DynamicBatchScheduler {
         }
     }
 
-    fn apply_tokens(
+    /// Takes in what a live sequence's share of the step gave.
+    fn apply_samples(
         &mut self,
-        entry: InFlightEntry,
-        tokens: &mut Vec<SampledToken>,
+        entry: &InFlightEntry,
+        samples: &mut impl Iterator<Item = SampledToken>,
         kv_cache: &mut PagedKvCache,
         events: &mut Vec<Event>,
     ) {
-        let sequence = self.sequence(entry.id);
-        if tokens.is_empty() {
-            if sequence.spec.max_tokens == 0 && entry.end == sequence.tokens.len() {
-                self.finish_without_tokens(entry.id, kv_cache, events);
+        let place = entry.place;
+        let sequence = self.sequence(place);
+        let Some(first) = samples.next() else {
+            if sequence.is_prompt_only() && entry.end == sequence.tokens.len() {
+                self.finish_without_tokens(place, kv_cache, events);
             }
             return;
-        }
+        };
         let parts = sequence.num_unforked > 0;
-        let mut finished = None;
-        let mut siblings = Vec::new();
-        for sampled in tokens.drain(..) {
-            if sampled.id == entry.id {
-                finished = self.extend_with(sampled, events);
-            } else {
-                assert!(parts, "{:?} was sampled from {:?}", sampled.id, entry.id);
-                siblings.extend(self.sibling_with(entry.id, sampled, events));
-            }
-        }
+        let is_finished = self.extend_with(place, first, events);
         if parts {
-            self.sequence_mut(entry.id).num_unforked = 0;
-            self.place_siblings(entry.id, siblings, finished.is_some(), kv_cache);
+            let mut siblings = Vec::new();
+            for sampled in samples {
+                siblings.extend(self.sibling_with(place, sampled, events));
+            }
+            self.sequence_mut(place).num_unforked = 0;
+            self.place_siblings(place, siblings, is_finished, kv_cache);
         }
-        if finished.is_some() {
-            self.end_sequence(entry.id, kv_cache);
+        if is_finished {
+            self.end_sequence(place.id(), kv_cache);
         }
     }
 
     /// `max_tokens` is 0: the prompt is computed, which is all that every choice wanted.
-    fn finish_without_tokens(&mut self, id: SequenceId, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
-        let sequence = self.sequence(id);
-        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
+    fn finish_without_tokens(&mut self, place: SequenceRef, kv_cache: &mut PagedKvCache, events: &mut Vec<Event>) {
+        let (request, sequence) = (place.id().request, self.sequence(place));
+        let num_cached_tokens = sequence.num_cached_tokens().unwrap_or(0);
         for choice in 0..=sequence.num_unforked {
-            let id = SequenceId { request: id.request, choice };
+            let id = SequenceId { request, choice };
             events.push(Event::Finished { id, reason: FinishReason::Length, num_cached_tokens });
         }
-        self.abort(id.request, kv_cache);
+        self.abort(request, kv_cache);
     }
 
-    /// Appends a token to a running sequence; why it ended, if it did.
-    fn extend_with(&mut self, sampled: SampledToken, events: &mut Vec<Event>) -> Option<FinishReason> {
+    /// Appends a token to a running sequence; whether it was the last.
+    fn extend_with(&mut self, place: SequenceRef, sampled: SampledToken, events: &mut Vec<Event>) -> bool {
         let max_seq_len = self.config.max_seq_len;
-        let sequence = self.sequence_mut(sampled.id);
-        let reason = sequence.accept(&sampled, max_seq_len);
-        report_token(sequence, sampled, reason.as_ref(), events);
-        let num_new = u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
+        let (is_finished, num_new) = accept(self.sequences.get_mut(place), sampled, max_seq_len, events);
         self.counters.generated_tokens += num_new;
-        reason
+        is_finished
     }
 
     /// A choice that parts from `parent` with its first token; `None` if that was its last.
-    fn sibling_with(&mut self, parent: SequenceId, sampled: SampledToken, events: &mut Vec<Event>) -> Option<Sequence> {
+    fn sibling_with(
+        &mut self,
+        parent: SequenceRef,
+        sampled: SampledToken,
+        events: &mut Vec<Event>,
+    ) -> Option<Sequence> {
         let mut sibling = self.sequence(parent).sibling(sampled.id, self.config.ageing_us);
-        let reason = sibling.accept(&sampled, self.config.max_seq_len);
-        report_token(&sibling, sampled, reason.as_ref(), events);
-        self.counters.generated_tokens += u64::from(!matches!(reason, Some(FinishReason::Failed(_))));
-        if reason.is_some() {
-            self.count_ended(parent.request);
+        let (is_finished, num_new) = accept(&mut sibling, sampled, self.config.max_seq_len, events);
+        self.counters.generated_tokens += num_new;
+        if is_finished {
+            self.count_ended(parent.id().request);
             return None;
         }
         Some(sibling)
@@ -154,7 +173,7 @@ impl DynamicBatchScheduler {
     /// recompute the prompt, most of which the prefix cache still has.
     fn place_siblings(
         &mut self,
-        parent: SequenceId,
+        parent: SequenceRef,
         siblings: Vec<Sequence>,
         parent_finished: bool,
         kv_cache: &mut PagedKvCache,
@@ -164,43 +183,43 @@ impl DynamicBatchScheduler {
         let room = self.config.max_batch_size + usize::from(parent_finished);
         // The parent's slot of a static batch stays taken even if it has ended.
         let mut num_placed = 1;
-        for mut sibling in siblings {
+        for sibling in siblings {
+            let rank = self.sequences.insert(sibling);
             if kv_cache.can_fork() && self.running.len() < room && num_placed < num_granted {
-                kv_cache.fork(parent, sibling.id);
-                sibling.num_computed = num_computed;
-                sibling.num_applied = num_computed;
-                self.insert_running(sibling.rank);
+                kv_cache.fork(parent.id(), rank.id);
+                let (table, next_step) = (kv_cache.table_of(rank.id), self.step + 1);
+                self.sequence_mut(rank.place()).begin(table, num_computed, next_step);
+                self.insert_running(rank);
                 num_placed += 1;
                 if let Some(batch) = &mut self.static_batch {
                     batch.num_slots += 1;
                 }
             } else {
-                self.waiting.insert(sibling.rank);
+                self.waiting.insert(rank);
             }
-            self.sequences.insert(sibling.id, sibling);
         }
     }
 }
 
-/// The samples are those that the plan asked for: the sequence itself, then the choices that part from it.
-fn check_samples(entry: InFlightEntry, tokens: &[SampledToken], step: u64) {
-    let SequenceId { request, choice } = entry.id;
-    let in_order = tokens.iter().zip(choice..).all(|(token, choice)| token.id == SequenceId { request, choice });
-    assert!(
-        tokens.len() == entry.num_sampled && in_order,
-        "step {step} asked for {} samples from {:?} on and got {tokens:?}",
-        entry.num_sampled,
-        entry.id
-    );
+#[cold]
+fn not_sampled(entry: &InFlightEntry, step: u64) -> ! {
+    let (num_sampled, id) = (entry.num_sampled, entry.place.id());
+    panic!("step {step} asked for {num_sampled} samples from {id:?} on and got others");
 }
 
-/// The token, if there is one, and the end, if it is one.
-fn report_token(sequence: &Sequence, sampled: SampledToken, reason: Option<&FinishReason>, events: &mut Vec<Event>) {
-    if let Ok(token) = sampled.token {
-        events.push(Event::Token { id: sampled.id, token, logprobs: sampled.logprobs });
-    }
-    if let Some(reason) = reason {
-        let num_cached_tokens = sequence.num_cached_tokens.unwrap_or(0);
-        events.push(Event::Finished { id: sampled.id, reason: reason.clone(), num_cached_tokens });
-    }
+/// Gives a sequence its sampled token and says so: the token, if there is one, and the end, if it is one. Whether it is
+/// the end, and how many tokens were generated.
+fn accept(sequence: &mut Sequence, sampled: SampledToken, max_seq_len: usize, events: &mut Vec<Event>) -> (bool, u64) {
+    let SampledToken { id, token, logprobs } = sampled;
+    let (reason, num_new) = match token {
+        Ok(token) => {
+            events.push(Event::Token { id, token, logprobs });
+            (sequence.accept(token, max_seq_len), 1)
+        }
+        Err(why) => (Some(FinishReason::Failed(why)), 0),
+    };
+    let Some(reason) = reason else { return (false, num_new) };
+    let num_cached_tokens = sequence.num_cached_tokens().unwrap_or(0);
+    events.push(Event::Finished { id, reason, num_cached_tokens });
+    (true, num_new)
 }

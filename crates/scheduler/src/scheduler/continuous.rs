@@ -8,9 +8,10 @@
 
 use super::DynamicBatchScheduler;
 use super::micro_batch::{Pass, TokenBudget};
+use super::sequences::SequenceRef;
 use super::step::StepBuilder;
 use super::waiting::Rank;
-use crate::{KvLayout, PagedKvCache, PrefixHit, SequenceId};
+use crate::{KvLayout, PagedKvCache, PrefixHit};
 
 impl DynamicBatchScheduler {
     pub(super) fn fill_continuous(&mut self, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
@@ -48,18 +49,22 @@ impl DynamicBatchScheduler {
             if !pass.takes(rank) {
                 continue;
             }
-            let sequence = self.sequence(rank.id);
+            let sequence = self.sequence(rank.place());
+            let num_remaining = sequence.num_remaining();
+            if num_remaining == 0 {
+                continue;
+            }
             let is_decode = sequence.is_decode();
             let limit = if is_decode { budget.decode } else { budget.prefill.min(self.config.prefill_chunk_size) };
-            let num_tokens = sequence.num_remaining().min(limit);
+            let num_tokens = num_remaining.min(limit);
             if num_tokens == 0 {
                 continue;
             }
             let preemptions = self.counters.preemptions;
-            let found = self.find_blocks(pass, at, rank.id, num_tokens, step, kv_cache);
+            let found = self.find_blocks(pass, at, rank.place(), num_tokens, step, kv_cache);
             blocks_were_short |= !found || self.counters.preemptions > preemptions;
             if found {
-                step.push(self.sequence_mut(rank.id), num_tokens, 0, kv_cache);
+                step.push(self.sequence_mut(rank.place()), num_tokens, 0, kv_cache);
                 let spent = if is_decode { &mut budget.decode } else { &mut budget.prefill };
                 *spent -= num_tokens;
             }
@@ -73,25 +78,29 @@ impl DynamicBatchScheduler {
         &mut self,
         pass: Pass,
         first_victim: usize,
-        id: SequenceId,
+        place: SequenceRef,
         num_tokens: usize,
         step: &mut StepBuilder,
         kv_cache: &mut PagedKvCache,
     ) -> bool {
-        let sequence = self.sequence(id);
-        let (start, in_flight) = (sequence.num_computed, sequence.num_in_flight > 0);
-        while kv_cache.extend(id, start, start + num_tokens, &mut step.copies).is_err() {
+        let sequence = self.sequence(place);
+        let (start, in_flight, table) = (sequence.num_computed, sequence.num_in_flight > 0, sequence.table());
+        let num_copies = step.copies.len();
+        while kv_cache.extend_at(table, start, start + num_tokens, &mut step.copies).is_err() {
             // A step in flight may be about to give blocks back: wait for it rather than take others'.
             if in_flight || !self.preempt_last(pass, first_victim, kv_cache) {
                 return false;
             }
+        }
+        if step.copies.len() > num_copies {
+            self.sequence_mut(place).tables_since = step.step.get();
         }
         true
     }
 
     /// Preempts the last running sequence at or behind `first_victim` that no step in flight holds.
     fn preempt_last(&mut self, pass: Pass, first_victim: usize, kv_cache: &mut PagedKvCache) -> bool {
-        let is_victim = |rank: Rank| pass.may_take_from(rank) && self.sequence(rank.id).num_in_flight == 0;
+        let is_victim = |rank: Rank| pass.may_take_from(rank) && self.sequence(rank.place()).num_in_flight == 0;
         let at = (first_victim..self.running.len()).rev().find(|&at| is_victim(self.running[at]));
         let Some(at) = at else { return false };
         self.preempt(at, kv_cache);
@@ -101,7 +110,7 @@ impl DynamicBatchScheduler {
     fn preempt(&mut self, at: usize, kv_cache: &mut PagedKvCache) {
         let rank = self.running.remove(at);
         kv_cache.free_sequence(rank.id);
-        self.sequence_mut(rank.id).reset_computed();
+        self.sequence_mut(rank.place()).reset_computed();
         self.waiting.insert(rank);
         self.counters.preemptions += 1;
     }
@@ -121,19 +130,19 @@ impl DynamicBatchScheduler {
         let mut promised = self.blocks_promised(kv_cache);
         while budget.prefill > 0 {
             let Some(rank) = self.waiting.iter().find(|rank| pass.takes(*rank)) else { break };
-            let hit = self.look_up_prefix(rank.id, kv_cache);
-            while !self.has_room_for(rank.id, &hit, promised, kv_cache) {
+            let hit = self.look_up_prefix(rank.place(), kv_cache);
+            while !self.has_room_for(rank.place(), &hit, promised, kv_cache) {
                 if !self.displace_filler(pass, rank, &hit, promised, kv_cache) {
                     return;
                 }
                 promised = self.blocks_promised(kv_cache);
             }
-            let Some(num_tokens) = self.start(rank.id, hit, step, kv_cache, budget.prefill) else {
+            let Some(num_tokens) = self.start(rank.place(), hit, step, kv_cache, budget.prefill) else {
                 break;
             };
             self.waiting.remove(&rank);
             self.insert_running(rank);
-            promised += self.blocks_still_wanted(rank.id, kv_cache);
+            promised += self.blocks_still_wanted(rank.place(), kv_cache);
             budget.prefill -= num_tokens;
         }
     }
@@ -150,11 +159,12 @@ impl DynamicBatchScheduler {
         if pass.is_for_fillers() {
             return false;
         }
-        let is_victim =
-            |victim: &Rank| *victim > rank && pass.is_filler(*victim) && self.sequence(victim.id).num_in_flight == 0;
+        let is_victim = |victim: &Rank| {
+            *victim > rank && pass.is_filler(*victim) && self.sequence(victim.place()).num_in_flight == 0
+        };
         let victims: Vec<Rank> = self.running.iter().copied().filter(is_victim).collect();
         let num_held: usize = victims.iter().map(|victim| kv_cache.num_held(victim.id)).sum();
-        let num_wanted = self.blocks_wanted(rank.id, hit, promised, kv_cache);
+        let num_wanted = self.blocks_wanted(rank.place(), hit, promised, kv_cache);
         let slots = self.config.max_batch_size + victims.len();
         let Some(last) = victims.last().filter(|_| self.num_slots_taken() < slots) else { return false };
         if num_wanted > kv_cache.num_available() + num_held {
@@ -166,22 +176,22 @@ impl DynamicBatchScheduler {
     }
 
     fn blocks_promised(&self, kv_cache: &PagedKvCache) -> usize {
-        self.running.iter().map(|rank| self.blocks_still_wanted(rank.id, kv_cache)).sum()
+        self.running.iter().map(|rank| self.blocks_still_wanted(rank.place(), kv_cache)).sum()
     }
 
     /// Blocks that a running sequence still has to take before its known tokens are computed.
-    fn blocks_still_wanted(&self, id: SequenceId, kv_cache: &PagedKvCache) -> usize {
-        let sequence = self.sequence(id);
+    fn blocks_still_wanted(&self, place: SequenceRef, kv_cache: &PagedKvCache) -> usize {
+        let sequence = self.sequence(place);
         if sequence.num_remaining() == 0 {
             return 0;
         }
         let (num_computed, num_remaining) = (sequence.num_computed, sequence.num_remaining());
         let peak = kv_cache.blocks_to_reach(num_computed, num_computed + num_remaining);
-        peak.saturating_sub(kv_cache.num_held(id))
+        peak.saturating_sub(kv_cache.num_held(place.id()))
     }
 
-    pub(super) fn look_up_prefix(&mut self, id: SequenceId, kv_cache: &PagedKvCache) -> PrefixHit {
-        let sequence = self.sequence_mut(id);
+    pub(super) fn look_up_prefix(&mut self, place: SequenceRef, kv_cache: &PagedKvCache) -> PrefixHit {
+        let sequence = self.sequence_mut(place);
         if !sequence.may_read_prefixes() {
             return PrefixHit::default();
         }
@@ -190,19 +200,19 @@ impl DynamicBatchScheduler {
 
     /// The batch has a place for it, and its blocks are there. A sequence that would run alone always has
     /// room.
-    fn has_room_for(&self, id: SequenceId, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> bool {
+    fn has_room_for(&self, place: SequenceRef, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> bool {
         if self.running.is_empty() {
             return true;
         }
         self.num_slots_taken() < self.config.max_batch_size
-            && self.blocks_wanted(id, hit, promised, kv_cache) <= kv_cache.num_available()
+            && self.blocks_wanted(place, hit, promised, kv_cache) <= kv_cache.num_available()
     }
 
     /// Blocks for all of a sequence's known tokens beside what running prompts still want, and one for
     /// each running sequence (unless all is reserved anyway), so that admission does not cause the next
     /// preemption.
-    fn blocks_wanted(&self, id: SequenceId, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> usize {
-        let peak = kv_cache.blocks_to_reach(hit.num_tokens, self.sequence(id).tokens.len());
+    fn blocks_wanted(&self, place: SequenceRef, hit: &PrefixHit, promised: usize, kv_cache: &PagedKvCache) -> usize {
+        let peak = kv_cache.blocks_to_reach(hit.num_tokens, self.sequence(place).tokens.len());
         let wanted = peak.saturating_sub(hit.num_blocks) + hit.num_unowned;
         let watermark = if kv_cache.config().layout == KvLayout::Paged { self.running.len() } else { 0 };
         wanted + promised + watermark
@@ -212,23 +222,22 @@ impl DynamicBatchScheduler {
     /// changed, if the blocks are not there (they may be held by sequences that ended in flight).
     fn start(
         &mut self,
-        id: SequenceId,
+        place: SequenceRef,
         hit: PrefixHit,
         step: &mut StepBuilder,
         kv_cache: &mut PagedKvCache,
         budget: usize,
     ) -> Option<usize> {
-        let start = hit.num_tokens;
-        let num_tokens = (self.sequence(id).tokens.len() - start).min(budget).min(self.config.prefill_chunk_size);
+        let (id, start) = (place.id(), hit.num_tokens);
+        let num_tokens = (self.sequence(place).tokens.len() - start).min(budget).min(self.config.prefill_chunk_size);
         kv_cache.start_sequence(id, hit).ok()?;
-        if kv_cache.extend(id, start, start + num_tokens, &mut step.copies).is_err() {
+        let table = kv_cache.table_of(id);
+        if kv_cache.extend_at(table, start, start + num_tokens, &mut step.copies).is_err() {
             kv_cache.free_sequence(id);
             return None;
         }
-        let sequence = self.sequence_mut(id);
-        sequence.num_computed = start;
-        sequence.num_applied = start;
-        sequence.num_cached_tokens.get_or_insert(start);
+        let sequence = self.sequence_mut(place);
+        sequence.begin(table, start, step.step.get());
         step.push(sequence, num_tokens, 0, kv_cache);
         Some(num_tokens)
     }

@@ -6,7 +6,7 @@
 //! Once it is the first in order it is no filler any more, so that it ends for all that others do.
 
 use super::filler_governor::{FIRST_TOKENS, TimedStep};
-use super::step::InFlightStep;
+use super::step::StepRecord;
 use super::waiting::Rank;
 use super::{DynamicBatchScheduler, SchedulerConfig};
 use crate::Time;
@@ -76,7 +76,7 @@ impl DynamicBatchScheduler {
         let SchedulerConfig { max_batch_tokens, micro_batches, .. } = self.config;
         let (mut num_decoding, mut num_ready, mut num_prompt_tokens) = (0usize, 0usize, 0usize);
         for rank in self.running.iter().filter(|rank| pass.takes(**rank)) {
-            let sequence = self.sequence(rank.id);
+            let sequence = self.sequence(rank.place());
             if sequence.num_computed >= sequence.prompt_len && sequence.num_remaining() <= 1 {
                 num_decoding += 1;
                 num_ready += sequence.num_remaining();
@@ -93,7 +93,7 @@ impl DynamicBatchScheduler {
                 if num_prompt_tokens >= enough {
                     break;
                 }
-                num_prompt_tokens += self.sequence(rank.id).tokens.len();
+                num_prompt_tokens += self.sequence(rank.place()).tokens.len();
             }
             prefill = prefill.min(num_prompt_tokens.div_ceil(micro_batches).max(PREFILL_SHARE_MIN));
         }
@@ -105,8 +105,8 @@ impl DynamicBatchScheduler {
     /// in flight, they wait for blocks that fillers hold, and what those take delays nobody.
     fn filler_tokens(&self) -> usize {
         let borne = if self.in_flight.is_empty() { FIRST_TOKENS } else { 0 }.max(self.governor.num_tokens());
-        let newest = self.in_flight.iter().rev().find(|step| !step.is_filler);
-        let chunk = newest.filter(|step| borne > 0 && !step.is_decode()).map_or(0, |step| step.num_tokens);
+        let newest = self.in_flight.iter().rev().map(|step| step.record).find(|step| !step.is_filler);
+        let chunk = newest.filter(|step| borne > 0 && !step.is_decode).map_or(0, |step| step.num_tokens);
         borne.max(chunk).min(self.config.max_batch_tokens)
     }
 
@@ -114,7 +114,7 @@ impl DynamicBatchScheduler {
     pub(super) fn time_decode(&mut self, now: Time) {
         if let Some(step) = self.finished_decode.take() {
             let us = now.0.saturating_sub(step.planned_at.0);
-            let InFlightStep { num_tokens, is_beside_filler, .. } = step;
+            let StepRecord { num_tokens, is_beside_filler, .. } = step;
             self.governor.record(TimedStep { us, num_tokens, is_beside_filler });
         }
     }

@@ -10,10 +10,11 @@
 //!
 //! Every member's whole need is reserved when the batch is formed, so nobody is preempted.
 
+use super::sequences::SequenceRef;
 use super::step::StepBuilder;
 use super::waiting::Rank;
 use super::{DynamicBatchScheduler, SchedulerConfig};
-use crate::{PagedKvCache, SequenceId, Time};
+use crate::{PagedKvCache, Time};
 
 /// The batch that runs.
 #[derive(Clone, Copy, Debug)]
@@ -47,7 +48,7 @@ impl DynamicBatchScheduler {
     }
 
     fn num_waiting_choices(&self) -> usize {
-        self.waiting.iter().map(|rank| self.sequence(rank.id).num_unforked as usize + 1).sum()
+        self.waiting.iter().map(|rank| self.sequence(rank.place()).num_unforked as usize + 1).sum()
     }
 
     /// Starts the first of the queue and those nearest to it in length, as many as fit.
@@ -59,7 +60,7 @@ impl DynamicBatchScheduler {
             if slots_left == 0 {
                 break;
             }
-            let sequence = self.sequence(rank.id);
+            let sequence = self.sequence(rank.place());
             let whole_len = sequence.prompt_len.saturating_add(sequence.spec.max_tokens);
             let needed = kv_cache.blocks_needed(whole_len).max(1);
             if needed > blocks_left {
@@ -82,7 +83,7 @@ impl DynamicBatchScheduler {
             return Vec::new();
         };
         let mut by_len: Vec<(usize, Rank)> =
-            self.waiting.iter().map(|rank| (self.sequence(rank.id).tokens.len(), rank)).collect();
+            self.waiting.iter().map(|rank| (self.sequence(rank.place()).tokens.len(), rank)).collect();
         by_len.sort_unstable();
         let size = self.config.max_batch_size.min(by_len.len());
         let first_at = by_len.iter().position(|(_, rank)| *rank == first).unwrap_or(0);
@@ -95,16 +96,15 @@ impl DynamicBatchScheduler {
     }
 
     fn start_member(&mut self, rank: Rank, granted: usize, kv_cache: &mut PagedKvCache) {
-        let hit = self.look_up_prefix(rank.id, kv_cache);
+        let hit = self.look_up_prefix(rank.place(), kv_cache);
         let start = hit.num_tokens;
         if let Err(error) = kv_cache.start_sequence(rank.id, hit) {
             panic!("a static batch was formed of more than fits: {error}");
         }
-        let sequence = self.sequence_mut(rank.id);
+        let next_step = self.step + 1;
+        let sequence = self.sequence_mut(rank.place());
         sequence.num_granted = u32::try_from(granted).unwrap_or(u32::MAX);
-        sequence.num_computed = start;
-        sequence.num_applied = start;
-        sequence.num_cached_tokens.get_or_insert(start);
+        sequence.begin(kv_cache.table_of(rank.id), start, next_step);
         self.waiting.remove(&rank);
         self.insert_running(rank);
     }
@@ -113,22 +113,26 @@ impl DynamicBatchScheduler {
     /// each. Slots of members that have ended, or whose prompt starts later, are padding.
     fn fill_static_step(&mut self, batch: StaticBatch, step: &mut StepBuilder, kv_cache: &mut PagedKvCache) {
         let SchedulerConfig { max_batch_tokens, prefill_chunk_size, .. } = self.config;
-        let members: Vec<(SequenceId, usize)> =
-            self.running.iter().map(|rank| (rank.id, self.sequence(rank.id).num_remaining())).collect();
+        let members: Vec<(SequenceRef, usize)> =
+            self.running.iter().map(|rank| (rank.place(), self.sequence(rank.place()).num_remaining())).collect();
         let columns_left = members.iter().map(|(_, remaining)| *remaining).max().unwrap_or(0);
         let width = columns_left.min(max_batch_tokens / batch.num_slots).min(prefill_chunk_size).max(1);
         let columns_after = columns_left.saturating_sub(width);
         let mut padding_left = batch.num_slots * width;
-        for (id, remaining) in members {
+        for (place, remaining) in members {
             let num_tokens = remaining.saturating_sub(columns_after);
             if num_tokens == 0 {
                 continue;
             }
-            let start = self.sequence(id).num_computed;
-            if let Err(error) = kv_cache.extend(id, start, start + num_tokens, &mut step.copies) {
+            let sequence = self.sequence_mut(place);
+            let (start, num_copies) = (sequence.num_computed, step.copies.len());
+            if let Err(error) = kv_cache.extend_at(sequence.table(), start, start + num_tokens, &mut step.copies) {
                 panic!("a static batch outgrew its reservation: {error}");
             }
-            step.push(self.sequence_mut(id), num_tokens, width - num_tokens, kv_cache);
+            if step.copies.len() > num_copies {
+                sequence.tables_since = step.step.get();
+            }
+            step.push(sequence, num_tokens, width - num_tokens, kv_cache);
             padding_left -= width;
         }
         step.add_padding(padding_left);

@@ -10,6 +10,7 @@
 
 use std::collections::BTreeSet;
 
+use super::sequences::{SequenceRef, Slot};
 use crate::{RequestSpec, SequenceId, Time};
 
 /// Place of a sequence in the order of precedence: the lowest runs first and is preempted last.
@@ -21,12 +22,19 @@ pub(super) struct Rank {
     pub(super) id: SequenceId,
     /// Of negative priority.
     pub(super) is_offline: bool,
+    /// Where the sequence is, once it is among the live ones. Decides no order: ids are unique.
+    pub(super) slot: Slot,
 }
 
 impl Rank {
     pub(super) fn of(spec: &RequestSpec, id: SequenceId, ageing_us: u64) -> Self {
         let virtual_arrival = i128::from(spec.arrival.0) - i128::from(spec.priority) * i128::from(ageing_us);
-        Self { virtual_arrival, arrival: spec.arrival, id, is_offline: spec.priority < 0 }
+        Self { virtual_arrival, arrival: spec.arrival, id, is_offline: spec.priority < 0, slot: Slot::default() }
+    }
+
+    /// Where the sequence is.
+    pub(super) fn place(self) -> SequenceRef {
+        SequenceRef::new(self.id, self.slot)
     }
 }
 

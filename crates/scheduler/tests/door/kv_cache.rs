@@ -140,3 +140,23 @@ fn hit_counters_count_tokens() {
     let stats = house.kv.stats();
     assert_eq!((stats.prefix_queries, stats.prefix_hits), (40, 16));
 }
+
+#[test]
+fn what_could_be_written_before_a_fork_is_copied_after_it_by_whoever_writes_first() {
+    for writer in [0, 1] {
+        let mut cache = PagedKvCache::new(cache_config(8, 4));
+        let (ids, mut copies) = ([first(1), choice(1, 1)], Vec::new());
+        cache.start_sequence(ids[0], PrefixHit::default()).unwrap();
+        cache.extend(ids[0], 0, 6, &mut copies).unwrap();
+        cache.extend(ids[0], 6, 7, &mut copies).unwrap();
+        assert_eq!(copies, [], "its block is its own");
+        cache.fork(ids[0], ids[1]);
+        let before = cache.block_tables(ids[0], 7);
+        cache.extend(ids[writer], 7, 8, &mut copies).unwrap();
+        let after = cache.block_tables(ids[writer], 8);
+        assert_eq!(copies, [BlockCopy { src: before[0][1], dst: after[0][1] }]);
+        cache.extend(ids[1 - writer], 7, 8, &mut copies).unwrap();
+        assert_eq!((copies.len(), cache.block_tables(ids[1 - writer], 8)), (1, before), "the last one keeps it");
+        cache.check_integrity().unwrap();
+    }
+}

@@ -12,5 +12,6 @@ mod model_check;
 mod pipelined;
 mod preemption;
 mod prefix_cache;
+mod reuse;
 mod static_batch;
 mod support;
