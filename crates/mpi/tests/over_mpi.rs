@@ -242,26 +242,28 @@ fn bring_up(
     session: &Session,
     collective: &Arc<MpiCollective>,
     mode: ParallelMode,
-    follow: impl FnOnce(Follower, &RankContext),
+    follow: impl FnOnce(Follower, RankContext),
 ) -> Option<(EngineHandle, pagemill_mpi::leader::Watch)> {
     let world = session.world();
-    let own = RankIdentity { rank: world.rank, world_size: world.size, fingerprint: [1; 32], available_bytes: 4 << 30 };
+    let own = RankIdentity { rank: world.rank, world_size: world.size, fingerprint: [1; 32], gpu: None };
     let cx = RankContext { backend: Arc::new(backend()), collective: Arc::<MpiCollective>::clone(collective) };
+    let aborted = Arc::clone(collective);
+    let abort = move |reason: &str| aborted.abort(reason);
     if world.rank == 0 {
         let reception = Reception::open(0).unwrap();
         session.invite(reception.invitation()).unwrap();
-        let leader = Leader::admit(reception, own, Arc::<MpiCollective>::clone(collective)).unwrap();
-        let (built, watch) = leader.build(&checkpoint(), &cx, &config(mode), &|_| {}).unwrap();
+        let leader = Leader::admit(reception, &own, abort).unwrap();
+        let (built, watch) = leader.build(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap();
         return Some((EngineHandle::spawn(built.engine), watch));
     }
     let invitation = session.invitation().unwrap();
-    follow(Follower::join(&invitation, own, Arc::<MpiCollective>::clone(collective)).unwrap(), &cx);
+    follow(Follower::join(&invitation, own, abort).unwrap(), cx);
     None
 }
 
 fn engine(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode) {
-    let follow = |follower: Follower, cx: &RankContext| {
-        follower.run(&checkpoint(), cx, &config(mode), &|_| {}).unwrap();
+    let follow = |follower: Follower, cx: RankContext| {
+        follower.run(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap();
     };
     let Some((handle, watch)) = bring_up(session, collective, mode, follow) else { return };
     let found = answers(&handle);
@@ -287,14 +289,14 @@ fn endless(handle: &EngineHandle) -> EventReceiver {
 /// Rank 3 dies in the middle of its work.
 fn loss(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode) {
     let is_mortal = session.world().rank == 3;
-    let follow = |follower: Follower, cx: &RankContext| {
+    let follow = |follower: Follower, cx: RankContext| {
         if is_mortal {
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_secs(4));
                 std::process::abort();
             });
         }
-        let error = follower.run(&checkpoint(), cx, &config(mode), &|_| {}).unwrap_err().to_string();
+        let error = follower.run(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap_err().to_string();
         assert!(error.contains("rank 3") && error.contains("is lost"), "{error}");
         std::process::exit(1);
     };
