@@ -14,6 +14,7 @@ mod serve;
 mod throughput;
 mod workload;
 
+use crate::processes;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
@@ -44,6 +45,10 @@ enum Bench {
 
 /// Runs one of them.
 pub fn bench(args: BenchArgs) -> Result<()> {
+    // The one joins the other processes; of the other there may be as many as one likes, against one server.
+    if !matches!(args.bench, Bench::Latency(_) | Bench::Serve(_)) {
+        processes::ensure_alone("bench (but latency)")?;
+    }
     match args.bench {
         Bench::Latency(args) => latency::latency(args),
         Bench::Throughput(args) => throughput::throughput(args),
