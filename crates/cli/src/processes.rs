@@ -41,8 +41,8 @@ pub fn ensure_alone(what: &str) -> Result<()> {
     match count()? {
         1 => Ok(()),
         several => bail!(
-            "pagemill {what} runs in one process, but a launcher started {several}: its ranks are threads, start it \
-             without mpirun (serve, run and bench latency can be one rank in each process)"
+            "pagemill {what} keeps its ranks in one process, but a launcher started {several}: start it without one \
+             (serve, run and bench latency can be a rank in each process)"
         ),
     }
 }

@@ -148,6 +148,8 @@ impl Follower {
                 self.say(&Frame::Output { output, counters: self.shared.counters() })?;
             }
         }
+        // Giving a device's memory back may take longer than the last steps may.
+        self.shared.is_done.store(true, Ordering::Release);
         Ok(())
     }
 

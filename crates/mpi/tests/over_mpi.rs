@@ -16,13 +16,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Name, tensor-parallel and pipeline-parallel ranks, and whether a rank dies on the way.
-const CASES: [(&str, usize, usize, bool); 9] = [
+const CASES: [(&str, usize, usize, bool); 10] = [
     ("sums", 2, 1, false),
     ("sums", 3, 1, false),
     ("sums", 4, 1, false),
     ("columns", 3, 1, false),
     ("hidden", 2, 2, false),
     ("waits", 2, 2, true),
+    ("ids", 3, 1, false),
     ("engine", 2, 1, false),
     ("engine", 2, 2, false),
     ("loss", 2, 2, true),
@@ -89,6 +90,7 @@ fn child(case: &str, mode: ParallelMode) {
         "columns" => columns(&collective),
         "hidden" => hidden(&collective, world.rank, mode),
         "waits" => waits(collective, world.rank),
+        "ids" => ids(&session),
         "engine" => engine(&session, &collective, mode),
         "loss" => loss(&session, &collective, mode),
         other => panic!("no case {other}"),
@@ -167,6 +169,26 @@ fn hidden(collective: &MpiCollective, rank: usize, mode: ParallelMode) {
     }
     let error = collective.send(&backend.temp(1, 1).unwrap(), 5).unwrap_err().to_string();
     assert!(error.contains("no link to stage 5"), "{error}");
+}
+
+/// All have what rank 0 hands out; whoever waits for more can be called off.
+fn ids(session: &Session) {
+    let want: Vec<u8> = (0..7 * 128).map(|at: u32| at.to_le_bytes()[0]).collect();
+    let stay = || None;
+    if session.world().rank == 0 {
+        session.hand_out_ids(&want, &stay).unwrap();
+    } else {
+        assert_eq!(session.ids(want.len(), &stay).unwrap(), want);
+    }
+    if session.world().rank == 0 {
+        // When the others have given up; so that MPI can end in order.
+        std::thread::sleep(Duration::from_millis(500));
+        session.hand_out_ids(&want[..128], &stay).unwrap();
+    } else {
+        let called_off = || Some("rank 2 is lost".to_owned());
+        let error = session.ids(128, &called_off).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("rank 2 is lost"), "{error}");
+    }
 }
 
 /// Every rank waits for something that never comes, until it is called off.

@@ -87,12 +87,12 @@ impl WorldIds {
     }
 
     /// Of the link to the next stage.
-    fn to_next(&self, seat: Seat) -> Option<UniqueId> {
+    fn next(&self, seat: Seat) -> Option<UniqueId> {
         (seat.stage() + 1 < seat.num_stages).then(|| self.0[seat.num_stage_ids() + seat.rank])
     }
 
     /// Of the link from the stage before.
-    fn from_previous(&self, seat: Seat) -> Option<UniqueId> {
+    fn previous(&self, seat: Seat) -> Option<UniqueId> {
         let from = seat.rank.checked_sub(seat.ranks_per_stage)?;
         Some(self.0[seat.num_stage_ids() + from])
     }
@@ -121,8 +121,8 @@ impl CudaCollective {
         let (stage, rank) = (seat.stage(), seat.rank % seat.ranks_per_stage);
         // In this order on every rank: what comes later waits for nobody who is earlier.
         let communicator = connect("the other ranks of the stage", ids.of_stage(seat), rank, seat.ranks_per_stage)?;
-        let from = connect("the stage before", ids.from_previous(seat), 1, 2)?;
-        let to = connect("the next stage", ids.to_next(seat), 0, 2)?;
+        let from = connect("the stage before", ids.previous(seat), 1, 2)?;
+        let to = connect("the next stage", ids.next(seat), 0, 2)?;
         let place = Place { device, workspace: backend.temporaries() };
         // Hidden states come when all stages before have made them, one after the other.
         let patience = PATIENCE * u32::try_from(stage).unwrap_or(u32::MAX);
@@ -193,7 +193,7 @@ mod tests {
     fn taken(rank: usize, ranks_per_stage: usize, num_stages: usize) -> [Option<u8>; 3] {
         let seat = Seat { rank, ranks_per_stage, num_stages };
         let ids = ids(seat);
-        [ids.of_stage(seat), ids.from_previous(seat), ids.to_next(seat)].map(|id| id.map(|id| id.0[ID_BYTES - 1]))
+        [ids.of_stage(seat), ids.previous(seat), ids.next(seat)].map(|id| id.map(|id| id.0[ID_BYTES - 1]))
     }
 
     #[test]
