@@ -63,10 +63,12 @@ enum Way {
     Gpu { gpu: ChosenGpu, ended: Arc<OnceLock<String>> },
 }
 
-/// A device that is open. GPUs are not connected yet.
+/// A device that is open.
 enum Opened {
+    /// Connected by MPI from the start.
     Cpu(RankContext),
-    Gpu(RankGpu),
+    /// Not connected yet. Its waits will end when `ended` says why.
+    Gpu { gpu: RankGpu, ended: Arc<OnceLock<String>> },
 }
 
 pub(super) fn join(world: World, config: &Config, rank_port: u16) -> Result<Part> {
@@ -101,10 +103,10 @@ impl Rank {
                 let collective: Arc<dyn Collective> = Arc::<MpiCollective>::clone(collective);
                 (Opened::Cpu(RankContext { backend: Arc::new(backend), collective }), None, description)
             }
-            Way::Gpu { gpu: ChosenGpu { ordinal, is_shared }, .. } => {
+            Way::Gpu { gpu: ChosenGpu { ordinal, is_shared }, ended } => {
                 let gpu = RankGpu::open(*ordinal, config)?;
                 let (identity, description) = (Gpu { uuid: gpu.uuid()?, is_shared: *is_shared }, gpu.description());
-                (Opened::Gpu(gpu), Some(identity), description)
+                (Opened::Gpu { gpu, ended: Arc::clone(ended) }, Some(identity), description)
             }
         };
         let fingerprint = fingerprint(checkpoint, config)?;
@@ -130,15 +132,13 @@ impl Rank {
 
     /// Connects the device with those of the other ranks, all of which have come in.
     fn connect(&self, opened: Opened) -> Result<RankContext, ProcessError> {
-        let (gpu, ended) = match (opened, &self.way) {
-            (Opened::Cpu(cx), _) => return Ok(cx),
-            (Opened::Gpu(gpu), Way::Gpu { ended, .. }) => (gpu, ended),
-            (Opened::Gpu(_), Way::Cpu(_)) => {
-                return Err(EngineError::Internal("a GPU for a rank on the CPU".into()).into());
+        match opened {
+            Opened::Cpu(cx) => Ok(cx),
+            Opened::Gpu { gpu, ended } => {
+                let ids = self.share_ids(&|| ended.get().cloned())?;
+                Ok(gpu.connect(self.world.rank, self.mode, &ids, &ended).map_err(EngineError::from)?)
             }
-        };
-        let ids = self.share_ids(&|| ended.get().cloned())?;
-        Ok(gpu.connect(self.world.rank, self.mode, &ids, ended).map_err(EngineError::from)?)
+        }
     }
 
     /// NCCL's ids, which rank 0 makes for all.

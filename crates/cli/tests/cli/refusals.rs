@@ -272,7 +272,7 @@ fn a_launcher_that_started_something_else() {
         &["chat", &model],
         &["bench", "kernels", &model],
         &["bench", "all-reduce"],
-        &["bench", "perplexity", &model],
+        &["bench", "perplexity", &model, "--text", "a.txt"],
         &["bench", "ranks", &model],
         &["bench", "throughput", &model],
         &["bench", "serve", &model],
