@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
 /// How often the watch looks.
 const PERIOD: Duration = Duration::from_millis(20);
+/// How long it keeps a fault of NCCL's to itself: that a process has died is told by whoever watches over processes, by
+/// name, but NCCL may notice first.
+const NAMING: Duration = Duration::from_millis(300);
 /// How long it tries to abort communicators that a thread is in a call of.
 const ABORT_FOR: Duration = Duration::from_secs(1);
 
@@ -126,6 +129,7 @@ impl Watchdog {
             verdict: Arc::clone(verdict),
             communicators,
             inside: vec![Inside { mark: 0, since: Instant::now() }; num_ranks],
+            faulty_since: None,
         };
         let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
@@ -158,6 +162,8 @@ struct Watch {
     verdict: Arc<Verdict>,
     communicators: Vec<Arc<Communicator>>,
     inside: Vec<Inside>,
+    /// When NCCL first told a fault.
+    faulty_since: Option<Instant>,
 }
 
 impl Watch {
@@ -196,7 +202,9 @@ impl Watch {
                 return Some(format!("a collective of rank {rank} has not ended within {} s", PATIENCE.as_secs()));
             }
         }
-        self.communicators.iter().find_map(|communicator| communicator.async_fault()).map(|fault| fault.to_string())
+        let fault = self.communicators.iter().find_map(|communicator| communicator.async_fault())?;
+        let since = *self.faulty_since.get_or_insert(now);
+        (now.duration_since(since) >= NAMING).then(|| fault.to_string())
     }
 
     /// Ends NCCL's kernels; those of this crate see the halt themselves.
