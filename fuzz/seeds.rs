@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use pagemill_formats::testing::{GgufWriter, SafetensorsWriter};
-use pagemill_mpi::frame::{Counters, Frame, Hello};
+use pagemill_mpi::frame::{Counters, Frame, Gpu, Hello};
 
 const CONFIGS: [&str; 4] = [
     r#"{"model_type":"llama","architectures":["A"],"torch_dtype":"float16","eos_token_id":[1,2],"rope_theta":1e4,
@@ -53,7 +53,7 @@ fn main() -> io::Result<()> {
             world_size: 4,
             rank: 1,
             fingerprint: [2; 32],
-            available_bytes: 1 << 30,
+            gpu: Some(Gpu { uuid: [3; 16], is_shared: false }),
             host: "b".into(),
         }),
         Frame::Step(Arc::default()),

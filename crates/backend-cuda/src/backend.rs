@@ -131,6 +131,19 @@ impl CudaBackend {
         Ok(backend)
     }
 
+    /// The GPU's own number, the same for every process.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn uuid(&self) -> Result<[u8; 16], BackendError> {
+        self.device.uuid()
+    }
+
+    /// Recorded steps are recorded again when they are needed.
+    pub(crate) fn forget_records(&self) {
+        lock(&self.records).clear();
+    }
+
     /// `out = rms_norm(x)` of checked tensors, with the addition before it where there is a residual.
     fn norm(
         &self,

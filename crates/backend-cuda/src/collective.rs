@@ -1,6 +1,7 @@
-//! Collectives between ranks that are threads of one process, each with a GPU of its own. Decides which way a tensor
-//! takes: small sums in one launch over peer memory where the GPUs reach one another (`one_shot`), everything else
-//! by NCCL; hidden states between stages beside what is computed (`link`). Knows no model.
+//! Collectives between ranks, each with a GPU of its own: threads of one process, or a process each (`process`).
+//! Decides which way a tensor takes: small sums in one launch over peer memory where the GPUs of a process reach one
+//! another (`one_shot`), everything else by NCCL; hidden states between stages beside what is computed (`link`). Knows
+//! no model.
 //!
 //! Ranks may also share a GPU, to try a layout out where there are too few: NCCL refuses that, so everything goes
 //! over device memory then. What waits there takes room from what it waits for: no layout to serve with.
@@ -13,13 +14,14 @@ mod inbox;
 mod link;
 mod nccl;
 mod one_shot;
+mod process;
 mod verdict;
 
 use crate::CudaBackend;
 use crate::check::{Elem, View, view, view_f32};
 use crate::device::Device;
 use crate::images::Kernels;
-use crate::memory::{DeviceMemory, Workspace};
+use crate::memory::DeviceMemory;
 use crate::rows::Function;
 use cudarc::driver::{result, sys};
 use link::{Incoming, Outgoing, Place};
@@ -27,6 +29,7 @@ use nccl::{Communicator, DataType, Range};
 use one_shot::{AddNorm, OneShot, Part};
 use pagemill_backend::check::{ensure, ensure_shape};
 use pagemill_backend::{BackendError, Collective, Norm, Tensor};
+pub use process::{Seat, WorldIds};
 use std::sync::Arc;
 use verdict::{Verdict, Watchdog};
 
@@ -59,18 +62,25 @@ pub struct CudaCollective {
     communicator: Option<Arc<Communicator>>,
     outgoing: Option<Outgoing>,
     incoming: Option<Incoming>,
-    workspace: Arc<Workspace>,
     mark: Function,
     mark_address: u64,
     device: Arc<Device>,
+    backend: Arc<CudaBackend>,
     stage: usize,
     rank: usize,
     ranks_per_stage: usize,
 }
 
+impl Drop for CudaCollective {
+    fn drop(&mut self) {
+        // NCCL lets go of a communicator only when no recorded step refers to it.
+        self.backend.forget_records();
+    }
+}
+
 impl CudaCollective {
-    /// The ranks of a world on `backends`, stage by stage of `ranks_per_stage` each, connected and tried. Blocks for
-    /// a second or so.
+    /// The ranks of a world as threads of this process, on `backends`, stage by stage of `ranks_per_stage` each,
+    /// connected and tried. Blocks for a second or so.
     ///
     /// # Errors
     /// No NCCL; GPUs that cannot be connected.
@@ -85,7 +95,7 @@ impl CudaCollective {
         if share_gpu {
             devices.iter().for_each(|device| device.free_late());
         }
-        let verdict = Arc::new(Verdict::new(&devices)?);
+        let verdict = Arc::new(Verdict::new(&devices, 0, Arc::default())?);
         let mut communicators = Vec::new();
         let mut ranks = Vec::with_capacity(backends.len());
         let is_alone = backends.len() == 1;
@@ -282,7 +292,7 @@ impl Collective for CudaCollective {
             return self.gather_by_sum(from, out);
         }
         // Ranks one after the other, as they come; where there is one row, that is the result.
-        let gathered = (rows > 1).then(|| self.workspace.take(len * self.ranks_per_stage)).transpose()?;
+        let gathered = (rows > 1).then(|| self.backend.temporaries().take(len * self.ranks_per_stage)).transpose()?;
         let Some(communicator) = self.communicator.as_ref().filter(|_| len > 0 && !self.device.is_rehearsing()) else {
             return match self.ranks_per_stage {
                 1 => self.copy_columns(from, to, rows, row_bytes, row_bytes),
@@ -352,7 +362,7 @@ struct Unwatched {
 }
 
 impl Unwatched {
-    /// Rank `at` of the world.
+    /// Rank `at` of those of this process.
     fn watched(
         self,
         at: usize,
@@ -367,10 +377,10 @@ impl Unwatched {
             communicator: self.communicator,
             outgoing: self.outgoing,
             incoming: self.incoming,
-            workspace: Arc::clone(self.backend.temporaries()),
             mark: Function(self.backend.kernels().get("mark_collective")?),
             mark_address: verdict.mark_address(at),
             device: Arc::clone(self.backend.device()),
+            backend: self.backend,
             stage: self.stage,
             rank: self.rank,
             ranks_per_stage,
@@ -410,7 +420,7 @@ impl CudaCollective {
             }
             self.device.synchronize()?;
         }
-        let buffer = self.workspace.take(4096)?;
+        let buffer = self.backend.temporaries().take(4096)?;
         let mut x = Tensor::from_buffer(1, 1024, pagemill_backend::DType::F32, Box::new(buffer));
         if self.incoming.is_some() {
             self.recv(&mut x, self.stage - 1)?;

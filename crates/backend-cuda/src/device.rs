@@ -4,7 +4,7 @@
 use crate::kernels::Launch;
 use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
@@ -127,6 +127,12 @@ impl Device {
     /// As the driver counts it.
     pub(crate) fn ordinal(&self) -> i32 {
         self.ordinal
+    }
+
+    /// The GPU's own number, the same for every process.
+    pub(crate) fn uuid(&self) -> Result<[u8; 16], BackendError> {
+        let uuid = result::device::get_uuid(self.handle).map_err(|error| self.fault("reading its UUID", error))?;
+        Ok(uuid.bytes.map(c_char::cast_unsigned))
     }
 
     /// Whether kernels here can reach the memory of `peer` (of another GPU, or the same).

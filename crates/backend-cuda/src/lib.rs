@@ -36,4 +36,4 @@ mod tensor_map;
 
 pub use attention::AttentionLaunches;
 pub use backend::{Activations, CudaBackend, CudaConfig};
-pub use collective::{CudaCollective, SumBy};
+pub use collective::{CudaCollective, Seat, SumBy, WorldIds};

@@ -1,7 +1,7 @@
 //! From what was typed to what is valid: each room's immutable part of the configuration. Every message
 //! names the key.
 
-use crate::devices::Device;
+use crate::devices::{Device, Ranks};
 use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
@@ -34,18 +34,27 @@ pub enum LoadFormat {
     Dummy(Option<TensorType>),
 }
 
-/// Validates the engine's settings.
+/// Validates the engine's settings, for ranks that are threads of this process.
 ///
 /// # Errors
 /// One sentence naming the key.
 pub fn engine_config(settings: EngineSettings) -> Result<Config> {
+    engine_config_among(1, settings)
+}
+
+/// The same where each rank is one of `num_processes` processes, unless there is only one.
+///
+/// # Errors
+/// As [`engine_config`].
+pub fn engine_config_among(num_processes: usize, settings: EngineSettings) -> Result<Config> {
     let parallel = parallel_mode(settings.tensor_parallel, settings.pipeline_parallel)?;
     if let Some(q) = settings.quantization.as_deref()
         && !["as-stored", "as_stored", "none"].contains(&q)
     {
         bail!("quantization = {q}: this version runs weights as they are stored (as-stored)");
     }
-    let device = Device::parse(settings.device.as_deref(), parallel.num_ranks())?;
+    let ranks = if num_processes == 1 { Ranks::Threads(parallel.num_ranks()) } else { Ranks::Processes };
+    let device = Device::parse(settings.device.as_deref(), ranks)?;
     let defaults = device.engine_defaults();
     let max_batch_size = positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size);
     let prefill_chunk_size =

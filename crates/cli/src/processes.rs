@@ -2,7 +2,6 @@
 //! the others. The rest of the program sees no MPI: the feature `mpi` chooses the file that does.
 
 use crate::config::Config;
-use crate::devices::Device;
 use anyhow::{Result, bail};
 use pagemill_mpi::World;
 
@@ -26,19 +25,39 @@ pub enum Part {
     Following(Following),
 }
 
+/// Processes that belong together with this one, itself included.
+///
+/// # Errors
+/// An environment that no launcher makes.
+pub fn count() -> Result<usize> {
+    Ok(pagemill_mpi::num_processes(&variable)?)
+}
+
+/// For commands that cannot join other processes: `what` would run once in each, as if it were alone.
+///
+/// # Errors
+/// It is not.
+pub fn ensure_alone(what: &str) -> Result<()> {
+    match count()? {
+        1 => Ok(()),
+        several => bail!(
+            "pagemill {what} keeps its ranks in one process, but a launcher started {several}: start it without one \
+             (serve, run and bench latency can be a rank in each process)"
+        ),
+    }
+}
+
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
 /// Finds out from the environment, and joins the other processes if there are any. Rank 0 lets them in on
 /// `rank_port`; 0: any free port.
 ///
 /// # Errors
 /// An environment that does not fit the configuration; processes that do not find each other.
 pub fn join(config: &Config, rank_port: u16) -> Result<Part> {
-    let world = World::from_environment(&|name| std::env::var(name).ok(), config.engine.parallel)?;
+    let world = World::from_environment(&variable, config.engine.parallel)?;
     let Some(world) = world else { return Ok(Part::Alone) };
-    if config.device != Device::Cpu {
-        bail!(
-            "device: {} processes run on the CPU only in this version (--device cpu); GPUs of one host need no launcher",
-            world.size
-        );
-    }
     parts::join(world, config, rank_port)
 }

@@ -70,10 +70,15 @@ impl LoadedRank {
         })
     }
 
-    /// Bytes of weights and of workspace on this rank's device.
+    /// What this rank takes of the memory of `host`, or of the device that is named so.
     #[must_use]
-    pub fn bytes(&self) -> (u64, u64) {
-        (self.weight_bytes, self.workspace_bytes)
+    pub fn memory_of(&self, host: String) -> RankMemory {
+        RankMemory {
+            host,
+            available_bytes: self.memory.available_bytes,
+            weight_bytes: self.weight_bytes,
+            workspace_bytes: self.workspace_bytes,
+        }
     }
 
     /// On rank 0: sizes the pools from what all ranks measured, in rank order. Block ids mean the same

@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 pub struct RankMemory {
     /// Whose memory it is, by name: ranks of one host share the host's, those on GPUs have one each.
     pub host: String,
-    /// What the process could take before any rank loaded, in bytes.
+    /// What the process could take before it loaded, in bytes; whoever asked first, before anybody had.
     pub available_bytes: u64,
     /// Weights on its device, in bytes.
     pub weight_bytes: u64,

@@ -80,6 +80,14 @@ pub enum EnvironmentError {
 /// More processes than any world has.
 const MAX_PROCESSES: usize = 1 << 16;
 
+/// Processes that a launcher started together with this one, itself included: 1 without a launcher.
+///
+/// # Errors
+/// As [`World::from_environment`].
+pub fn num_processes(variable: &dyn Fn(&str) -> Option<String>) -> Result<usize, EnvironmentError> {
+    Ok(Environment(variable).launched()?.map_or(1, |world| world.size))
+}
+
 impl World {
     /// Reads the launcher's variables. `None`: this process stands alone, and its ranks are threads.
     ///
@@ -90,13 +98,7 @@ impl World {
         mode: ParallelMode,
     ) -> Result<Option<Self>, EnvironmentError> {
         let environment = Environment(variable);
-        let world = match environment.mpirun()? {
-            Some(world) => Some(world),
-            None => match environment.srun()? {
-                Some(world) => Some(world),
-                None => environment.pmi()?,
-            },
-        };
+        let world = environment.launched()?;
         environment.check_leader_worker_set(world)?;
         let Some(world) = world.filter(|world| world.size > 1) else { return Ok(None) };
         if world.size != mode.num_ranks() {
@@ -149,6 +151,17 @@ impl Environment<'_> {
             (None, Some(_)) => Err(EnvironmentError::Incomplete { present: size, missing: rank, launcher }),
             (Some(_), Some(processes)) => Ok(self.number(rank, 0, processes - 1)?.map(|rank| (rank, processes))),
         }
+    }
+
+    /// What the launcher told, whoever it was.
+    fn launched(&self) -> Result<Option<World>, EnvironmentError> {
+        Ok(match self.mpirun()? {
+            Some(world) => Some(world),
+            None => match self.srun()? {
+                Some(world) => Some(world),
+                None => self.pmi()?,
+            },
+        })
     }
 
     fn mpirun(&self) -> Result<Option<World>, EnvironmentError> {
@@ -262,6 +275,18 @@ mod tests {
         assert_eq!(read(&variables, TWO_BY_TWO), Ok(Some(world)));
         let least = World { local_rank: 3, local_size: 4, is_bound: false, ..world };
         assert_eq!(read(&variables[..2], TWO_BY_TWO), Ok(Some(least)));
+    }
+
+    #[test]
+    fn processes_are_counted() {
+        let count = |variables: &[(&str, &str)]| {
+            let get = |name: &str| variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned());
+            num_processes(&get)
+        };
+        assert_eq!(count(&[]), Ok(1));
+        assert_eq!(count(&[("OMPI_COMM_WORLD_RANK", "0"), ("OMPI_COMM_WORLD_SIZE", "1")]), Ok(1));
+        assert_eq!(count(&[("PMI_RANK", "1"), ("PMI_SIZE", "3")]), Ok(3));
+        assert!(count(&[("PMI_RANK", "1")]).is_err());
     }
 
     #[test]

@@ -4,12 +4,12 @@
 use crate::addresses::host_name;
 use crate::error::ProcessError;
 use crate::frame::{Counters, Frame};
+use crate::leader::Abort;
 use crate::link::{FrameReceiver, FrameSender, HEARTBEAT_EVERY};
 use crate::rendezvous::{Invitation, RankIdentity, knock};
 use crossbeam_channel::{Receiver, Sender, bounded};
-use pagemill_backend::Collective;
 use pagemill_engine::{
-    Checkpoint, EngineConfig, EngineError, LoadProgress, LoadedRank, MeterReader, RankContext, StepInput,
+    Checkpoint, EngineConfig, EngineError, LoadProgress, LoadedRank, MeterReader, RankContext, RankMemory, StepInput,
 };
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -33,7 +33,8 @@ pub struct Follower {
 /// What its threads share.
 struct Shared {
     sender: FrameSender,
-    collective: Arc<dyn Collective>,
+    /// Ends every wait of this rank for others.
+    abort: Abort,
     end: Mutex<Option<End>>,
     meter: OnceLock<MeterReader>,
     /// Set when this rank's work is over, however it ended.
@@ -54,21 +55,22 @@ enum End {
 pub struct FollowerWatch(Arc<Shared>);
 
 impl Follower {
-    /// Finds rank 0 and begins to listen. `collective` is aborted when the world ends.
+    /// Finds rank 0 and begins to listen. `abort` ends the waits of this process's rank for the reason given: it is
+    /// called when the world ends, at any time from now on.
     ///
     /// # Errors
     /// Rank 0 cannot be reached, or refuses this rank.
     pub fn join(
         invitation: &Invitation,
         own: RankIdentity,
-        collective: Arc<dyn Collective>,
+        abort: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Self, ProcessError> {
         let (sender, receiver) = knock(invitation, &own)?;
         let (step_sender, steps) = bounded(MAX_WAITING_STEPS);
         let (pool_sender, pool) = bounded(1);
         let shared = Arc::new(Shared {
             sender,
-            collective,
+            abort: Box::new(abort),
             end: Mutex::default(),
             meter: OnceLock::new(),
             is_done: AtomicBool::new(false),
@@ -85,18 +87,26 @@ impl Follower {
         FollowerWatch(Arc::clone(&self.shared))
     }
 
-    /// Loads this rank's share and runs steps on this thread until rank 0 ends in order.
+    /// Connects this rank with the others (`connect`), loads its share, and runs steps on this thread until rank 0 ends
+    /// in order.
     ///
     /// # Errors
     /// Why this rank or another one cannot go on. Rank 0 has been told by then.
     pub fn run(
         self,
         checkpoint: &Checkpoint,
-        cx: &RankContext,
+        connect: impl FnOnce() -> Result<RankContext, ProcessError>,
         config: &EngineConfig,
         progress: &dyn Fn(LoadProgress),
     ) -> Result<(), ProcessError> {
-        let result = self.work(checkpoint, cx, config, progress);
+        // The context goes when rank 0 has been told: taking a device down may wait for other ranks.
+        let (_cx, result) = match connect() {
+            Ok(cx) => {
+                let result = self.work(checkpoint, &cx, config, progress);
+                (Some(cx), result)
+            }
+            Err(error) => (None, Err(error)),
+        };
         self.shared.is_done.store(true, Ordering::Release);
         let end = self.shared.end();
         let outcome = match (result, end) {
@@ -105,10 +115,7 @@ impl Follower {
             // What ended the world says more than what followed from it here.
             (_, Some(End::Lost(reason))) => Err(ProcessError::Lost { reason }),
             (Err(error), None) => {
-                let reason = format!("rank {} on {}: {error}", self.own.rank, host_name());
-                self.shared.collective.abort(&reason);
-                // If rank 0 cannot be told, it finds the connection closed.
-                let _ = self.shared.sender.send(&Frame::Error { reason });
+                self.tell(&error);
                 Err(error)
             }
         };
@@ -124,8 +131,8 @@ impl Follower {
         progress: &dyn Fn(LoadProgress),
     ) -> Result<(), ProcessError> {
         let rank = LoadedRank::load(checkpoint, cx, self.own.rank, config, progress)?;
-        let (weight_bytes, workspace_bytes) = rank.bytes();
-        self.say(&Frame::Loaded { weight_bytes, workspace_bytes })?;
+        let RankMemory { available_bytes, weight_bytes, workspace_bytes, .. } = rank.memory_of(host_name());
+        self.say(&Frame::Loaded { available_bytes, weight_bytes, workspace_bytes })?;
         // Closed: the world has ended.
         let Ok(num_blocks) = self.pool.recv() else { return Ok(()) };
         let num_blocks = usize::try_from(num_blocks)
@@ -135,12 +142,23 @@ impl Follower {
         let _ = self.shared.meter.set(rank.meter());
         self.say(&Frame::Ready)?;
         for step in &self.steps {
-            let output = rank.run(&step)?;
+            // At once: see `run`.
+            let output = rank.run(&step).inspect_err(|error| self.tell(error))?;
             if rank.is_output_rank() {
                 self.say(&Frame::Output { output, counters: self.shared.counters() })?;
             }
         }
+        // Giving a device's memory back may take longer than the last steps may.
+        self.shared.is_done.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Tells rank 0 why this rank cannot go on; the first word counts.
+    fn tell(&self, error: &dyn std::fmt::Display) {
+        let reason = format!("rank {} on {}: {error}", self.own.rank, host_name());
+        (self.shared.abort)(&reason);
+        // If rank 0 cannot be told, it finds the connection closed.
+        let _ = self.shared.sender.send(&Frame::Error { reason });
     }
 
     fn say(&self, frame: &Frame) -> Result<(), ProcessError> {
@@ -180,7 +198,7 @@ impl Shared {
             std::thread::sleep(Duration::from_millis(5));
         }
         if !self.is_done.load(Ordering::Acquire) {
-            self.collective.abort(&reason);
+            (self.abort)(&reason);
         }
     }
 

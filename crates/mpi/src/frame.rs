@@ -20,7 +20,7 @@ use pagemill_scheduler::StepOutput;
 use std::sync::Arc;
 
 /// Version of all frames: ranks of one world run one version of Pagemill.
-pub const VERSION: u16 = 1;
+pub const VERSION: u16 = 2;
 /// Bytes in front of every body.
 pub const HEADER_BYTES: usize = 12;
 /// Bytes of any body at most.
@@ -49,10 +49,29 @@ pub struct Hello {
     pub rank: u32,
     /// Of what it is about to load.
     pub fingerprint: Fingerprint,
-    /// Memory that its process could take, in bytes.
-    pub available_bytes: u64,
+    /// Its GPU; none on the CPU.
+    pub gpu: Option<Gpu>,
     /// Name of its host, at most 256 bytes.
     pub host: String,
+}
+
+/// The GPU that a rank runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gpu {
+    /// Its own number, as the driver tells it.
+    pub uuid: [u8; 16],
+    /// Whether it is meant for several ranks.
+    pub is_shared: bool,
+}
+
+impl Gpu {
+    /// As the vendor's tools print the number: `GPU-5d1c2c1b-…`.
+    #[must_use]
+    pub fn name(&self) -> String {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let [a, b, c, d, e] = [0..4, 4..6, 6..8, 8..10, 10..16].map(|range| hex(&self.uuid[range]));
+        format!("GPU-{a}-{b}-{c}-{d}-{e}")
+    }
 }
 
 /// What a rank counts.
@@ -76,6 +95,8 @@ pub enum Frame {
     },
     /// A rank has loaded its share and rehearsed.
     Loaded {
+        /// Memory that its process could take before, in bytes.
+        available_bytes: u64,
         /// Weights on its device, in bytes.
         weight_bytes: u64,
         /// Its workspace, in bytes.
@@ -227,9 +248,8 @@ impl Frame {
         match self {
             Self::Hello(hello) => hello.write(writer)?,
             Self::Welcome { token } => writer.bytes(token),
-            Self::Loaded { weight_bytes, workspace_bytes } => {
-                writer.u64(*weight_bytes);
-                writer.u64(*workspace_bytes);
+            Self::Loaded { available_bytes, weight_bytes, workspace_bytes } => {
+                [available_bytes, weight_bytes, workspace_bytes].into_iter().for_each(|bytes| writer.u64(*bytes));
             }
             Self::Pool { num_blocks } => writer.u64(*num_blocks),
             Self::Ready | Self::Shutdown => {}
@@ -258,6 +278,7 @@ impl Frame {
             HELLO => Self::Hello(Hello::read(&mut reader)?),
             WELCOME => Self::Welcome { token: reader.array("token")? },
             LOADED => Self::Loaded {
+                available_bytes: reader.u64("available_bytes")?,
                 weight_bytes: reader.u64("weight_bytes")?,
                 workspace_bytes: reader.u64("workspace_bytes")?,
             },
@@ -300,7 +321,11 @@ impl Hello {
         writer.u32(self.world_size);
         writer.u32(self.rank);
         writer.bytes(&self.fingerprint);
-        writer.u64(self.available_bytes);
+        writer.flag(self.gpu.is_some());
+        if let Some(Gpu { uuid, is_shared }) = &self.gpu {
+            writer.bytes(uuid);
+            writer.flag(*is_shared);
+        }
         writer.text("host", &self.host, MAX_HOST_BYTES)
     }
 
@@ -310,9 +335,15 @@ impl Hello {
             world_size: reader.u32("world_size")?,
             rank: reader.u32("rank")?,
             fingerprint: reader.array("fingerprint")?,
-            available_bytes: reader.u64("available_bytes")?,
+            gpu: reader.flag("gpu")?.then(|| Gpu::read(reader)).transpose()?,
             host: reader.text("host", MAX_HOST_BYTES)?,
         })
+    }
+}
+
+impl Gpu {
+    fn read(reader: &mut Reader<'_>) -> Result<Self, FrameError> {
+        Ok(Self { uuid: reader.array("gpu.uuid")?, is_shared: reader.flag("gpu.is_shared")? })
     }
 }
 

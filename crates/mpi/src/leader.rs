@@ -8,7 +8,6 @@ use crate::frame::Frame;
 use crate::link::{FrameReceiver, FrameSender, HEARTBEAT_EVERY};
 use crate::rendezvous::{Admitted, RankIdentity, Reception};
 use crossbeam_channel::{Receiver, RecvTimeoutError, Sender, bounded};
-use pagemill_backend::Collective;
 use pagemill_engine::{
     BuiltEngine, Checkpoint, EngineConfig, LoadProgress, LoadedRank, NextStep, RankContext, RankMemory, RemoteEnds,
     RemoteRanks,
@@ -20,15 +19,18 @@ use std::time::Duration;
 
 const POLL: Duration = Duration::from_millis(50);
 
+/// Ends every wait of this process's rank for others, for the reason given: `Collective::abort` where there is one
+/// already.
+pub(crate) type Abort = Box<dyn Fn(&str) + Send + Sync>;
+
 /// Rank 0 while the world comes up.
 pub struct Leader {
     shared: Arc<Shared>,
     remote: RemoteRanks,
     /// What ranks say on their way up: which rank, what.
     milestones: Receiver<(usize, Frame)>,
-    /// Of ranks `1..`: host, and memory before anybody loaded.
-    hosts: Vec<(String, u64)>,
-    own: RankIdentity,
+    /// In rank order: the host, or the GPU, whose memory each takes.
+    memories: Vec<String>,
     watch: Watch,
 }
 
@@ -43,7 +45,8 @@ struct Shared {
     senders: Vec<FrameSender>,
     /// `rank 2 on host b`.
     names: Vec<String>,
-    collective: Arc<dyn Collective>,
+    /// Ends every wait of this process's own rank.
+    abort: Abort,
     ends: RemoteEnds,
     /// The engine stands: its end is everybody's. Before, the end of its channels is that of a failed start, and
     /// [`Leader::build`] says why.
@@ -54,27 +57,29 @@ struct Shared {
 }
 
 impl Leader {
-    /// Waits until all other ranks have come in, and begins to watch over them. `collective` is aborted
-    /// when one is lost.
+    /// Waits until all other ranks have come in, and begins to watch over them. `abort` ends the waits of this
+    /// process's rank for the reason given: it is called when another one is lost, at any time from now on.
     ///
     /// # Errors
     /// A rank that does not come, or that loads something else.
     pub fn admit(
         reception: Reception,
-        own: RankIdentity,
-        collective: Arc<dyn Collective>,
+        own: &RankIdentity,
+        abort: impl Fn(&str) + Send + Sync + 'static,
     ) -> Result<Self, ProcessError> {
-        let admitted = reception.admit(&own)?;
+        let admitted = reception.admit(own)?;
         let (remote, ends) = RemoteRanks::new(admitted.len());
         let (milestone_sender, milestones) = bounded(2 * admitted.len().max(1));
-        let hosts = admitted.iter().map(|rank| (rank.hello.host.clone(), rank.hello.available_bytes)).collect();
+        let others = admitted.iter().map(|rank| (rank.hello.gpu, rank.hello.host.clone()));
+        let all = std::iter::once((own.gpu, host_name())).chain(others);
+        let memories = all.map(|(gpu, host)| gpu.map_or(host, |gpu| gpu.name())).collect();
         let names = admitted.iter().map(|rank| format!("rank {} on {}", rank.hello.rank, rank.hello.host)).collect();
         let (senders, receivers): (Vec<_>, Vec<_>) =
             admitted.into_iter().map(|Admitted { sender, receiver, .. }| (sender, receiver)).unzip();
         let shared = Arc::new(Shared {
             senders,
             names,
-            collective,
+            abort: Box::new(abort),
             ends,
             is_built: AtomicBool::new(false),
             has_ended: AtomicBool::new(false),
@@ -87,7 +92,7 @@ impl Leader {
             let (listener, sender) = (Arc::clone(&shared), milestone_sender.clone());
             watch.spawn(format!("pagemill-rank-{rank}"), move || listener.listen(rank, receiver, &sender))?;
         }
-        Ok(Self { shared, remote, milestones, hosts, own, watch })
+        Ok(Self { shared, remote, milestones, memories, watch })
     }
 
     /// To end the world while it comes up: see [`Stop`].
@@ -96,19 +101,28 @@ impl Leader {
         Stop(Arc::clone(&self.shared))
     }
 
-    /// Loads rank 0's share beside the others', sizes the pools and builds the engine. Blocks for seconds.
+    /// Connects rank 0 with the others (`connect`), loads its share beside theirs, sizes the pools and builds the
+    /// engine. Blocks for seconds.
     ///
     /// # Errors
     /// Whatever keeps any rank from starting; the others are told.
     pub fn build(
         self,
         checkpoint: &Checkpoint,
-        cx: &RankContext,
+        connect: impl FnOnce() -> Result<RankContext, ProcessError>,
         config: &EngineConfig,
         progress: &dyn Fn(LoadProgress),
     ) -> Result<(BuiltEngine, Watch), ProcessError> {
         let shared = Arc::clone(&self.shared);
-        self.build_untold(checkpoint, cx, config, progress).map_err(|error| {
+        // The context goes when the others have been told: taking a device down may wait for them.
+        let (_cx, built) = match connect() {
+            Ok(cx) => {
+                let built = self.build_untold(checkpoint, &cx, config, progress);
+                (Some(cx), built)
+            }
+            Err(error) => (None, Err(error)),
+        };
+        built.map_err(|error| {
             // What was heard from another rank first is the cause, and has been told.
             let reason = shared.ends.failure().map(str::to_owned);
             shared.fail(&format!("rank 0 on {}: {error}", host_name()), None);
@@ -138,24 +152,18 @@ impl Leader {
     /// All ranks' memory, in rank order.
     fn memories(&self, own: &LoadedRank) -> Result<Vec<RankMemory>, ProcessError> {
         let others = self.gather("loaded", |frame| match frame {
-            Frame::Loaded { weight_bytes, workspace_bytes } => Some((weight_bytes, workspace_bytes)),
+            Frame::Loaded { available_bytes, weight_bytes, workspace_bytes } => {
+                Some(RankMemory { host: String::new(), available_bytes, weight_bytes, workspace_bytes })
+            }
             _ => None,
         })?;
-        let own = ((host_name(), self.own.available_bytes), own.bytes());
-        let all = std::iter::once(own).chain(self.hosts.iter().cloned().zip(others));
-        Ok(all
-            .map(|((host, available_bytes), (weight_bytes, workspace_bytes))| RankMemory {
-                host,
-                available_bytes,
-                weight_bytes,
-                workspace_bytes,
-            })
-            .collect())
+        let all = std::iter::once(own.memory_of(String::new())).chain(others);
+        Ok(self.memories.iter().zip(all).map(|(host, rank)| RankMemory { host: host.clone(), ..rank }).collect())
     }
 
     /// One milestone of every other rank, in rank order. Waits as long as all are alive.
     fn gather<T>(&self, expected: &'static str, read: impl Fn(Frame) -> Option<T>) -> Result<Vec<T>, ProcessError> {
-        let mut found: Vec<Option<T>> = self.hosts.iter().map(|_| None).collect();
+        let mut found: Vec<Option<T>> = self.shared.senders.iter().map(|_| None).collect();
         while found.iter().any(Option::is_none) {
             match self.milestones.recv_timeout(POLL) {
                 Ok((rank, frame)) => {
@@ -304,7 +312,7 @@ impl Shared {
             return;
         }
         self.ends.fail(reason);
-        self.collective.abort(reason);
+        (self.abort)(reason);
         let last = last.map(|rank| rank - 1);
         let others = (0..self.senders.len()).filter(|at| Some(*at) != last);
         for at in others.chain(last) {

@@ -29,9 +29,10 @@ pub mod session;
 #[cfg(feature = "link")]
 mod transfer;
 
-pub use environment::{EnvironmentError, Launcher, World};
+pub use environment::{EnvironmentError, Launcher, World, num_processes};
 pub use error::ProcessError;
 pub use follower::Follower;
+pub use frame::Gpu;
 pub use leader::Leader;
 pub use rendezvous::{Invitation, RankIdentity, Reception};
 #[cfg(feature = "link")]

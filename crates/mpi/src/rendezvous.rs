@@ -4,7 +4,7 @@
 
 use crate::addresses::{host_name, local_addresses};
 use crate::error::{LinkError, ProcessError};
-use crate::frame::{Fingerprint, Frame, Hello, MAX_HELLO_BYTES, Token};
+use crate::frame::{Fingerprint, Frame, Gpu, Hello, MAX_HELLO_BYTES, Token};
 use crate::link::{FrameReceiver, FrameSender, LOST_AFTER, split};
 use std::io::{self, ErrorKind, Read};
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
@@ -30,8 +30,8 @@ pub struct RankIdentity {
     pub world_size: usize,
     /// Of model and configuration: must be the same on all ranks.
     pub fingerprint: Fingerprint,
-    /// Memory that this process can take, in bytes.
-    pub available_bytes: u64,
+    /// Its GPU; none on the CPU.
+    pub gpu: Option<Gpu>,
 }
 
 /// Rank 0's door.
@@ -87,7 +87,7 @@ impl Reception {
         let mut seats: Vec<Option<Admitted>> = (1..own.world_size).map(|_| None).collect();
         while seats.iter().any(Option::is_none) {
             let seated = match self.listener.accept() {
-                Ok((stream, _)) => self.greet(stream, own).map(|admitted| take_seat(&mut seats, admitted)),
+                Ok((stream, _)) => self.greet(stream, own, &seats).map(|admitted| take_seat(&mut seats, admitted)),
                 Err(error) if error.kind() != ErrorKind::WouldBlock => continue,
                 Err(_) if Instant::now() < deadline => {
                     std::thread::sleep(POLL);
@@ -107,7 +107,8 @@ impl Reception {
         Ok(seats.into_iter().flatten().collect())
     }
 
-    fn greet(&self, stream: TcpStream, own: &RankIdentity) -> Result<Admitted, Turned> {
+    /// `seats` are those who came before.
+    fn greet(&self, stream: TcpStream, own: &RankIdentity, seats: &[Option<Admitted>]) -> Result<Admitted, Turned> {
         let open = || -> io::Result<_> {
             stream.set_nonblocking(false)?;
             let halves = split(stream)?;
@@ -119,7 +120,9 @@ impl Reception {
         if !bool::from(hello.token.ct_eq(&self.invitation.token)) {
             return Err(Turned::Away);
         }
-        if let Some(detail) = difference(&hello, own) {
+        let gpus = seats.iter().flatten().map(|seated| (seated.hello.rank, seated.hello.gpu));
+        let gpus = [(0, own.gpu)].into_iter().chain(gpus);
+        if let Some(detail) = difference(&hello, own).or_else(|| same_gpu(hello.gpu, gpus)) {
             let error = ProcessError::Mismatch { rank: hello.rank, host: hello.host, detail };
             // It prints the same; if it is gone, that is its end.
             let _ = sender.send(&Frame::Error { reason: error.to_string() });
@@ -159,8 +162,28 @@ fn difference(hello: &Hello, own: &RankIdentity) -> Option<String> {
     if hello.rank == 0 || hello.rank >= hello.world_size {
         return Some(format!("has no place among {} ranks", hello.world_size));
     }
+    if hello.gpu.is_some() != own.gpu.is_some() {
+        let device = |gpu: Option<Gpu>| if gpu.is_some() { "a GPU" } else { "the CPU" };
+        return Some(format!(
+            "runs on {}, rank 0 on {}: name the device (--device)",
+            device(hello.gpu),
+            device(own.gpu)
+        ));
+    }
     (hello.fingerprint != own.fingerprint)
         .then(|| "loads another model file, or has other settings, than rank 0: both must be the same".to_owned())
+}
+
+/// That a rank has the GPU of one of those before it, which is not meant for both.
+fn same_gpu(gpu: Option<Gpu>, others: impl Iterator<Item = (u32, Option<Gpu>)>) -> Option<String> {
+    let gpu = gpu?;
+    let mut same = others.filter_map(|(rank, other)| other.filter(|other| other.uuid == gpu.uuid).zip(Some(rank)));
+    let (_, rank) = same.find(|(other, _)| !(gpu.is_shared && other.is_shared))?;
+    Some(format!(
+        "has the same GPU as rank {rank}, {}: start as many processes on a host as it has GPUs, or name one for each of \
+         them (--device cuda:0,1; with cuda:0,0 two share one, to try a layout out)",
+        gpu.name()
+    ))
 }
 
 /// Finds rank 0 and says who this process is.
@@ -175,7 +198,7 @@ pub(crate) fn knock(invitation: &Invitation, own: &RankIdentity) -> Result<(Fram
         world_size: number(own.world_size),
         rank: number(own.rank),
         fingerprint: own.fingerprint,
-        available_bytes: own.available_bytes,
+        gpu: own.gpu,
         host: host_name(),
     });
     loop {
@@ -232,7 +255,7 @@ mod tests {
     use std::io::Write;
 
     fn identity(rank: usize) -> RankIdentity {
-        RankIdentity { rank, world_size: 3, fingerprint: [7; 32], available_bytes: 1 << 30 }
+        RankIdentity { rank, world_size: 3, fingerprint: [7; 32], gpu: None }
     }
 
     #[test]
@@ -263,9 +286,29 @@ mod tests {
             world_size: 3,
             rank,
             fingerprint: [7; 32],
-            available_bytes: 0,
+            gpu: None,
             host: "test".into(),
         })
+    }
+
+    #[test]
+    fn a_gpu_is_one_ranks_unless_it_is_meant_for_several() {
+        let gpu = |number: u8, is_shared| Some(Gpu { uuid: [number; 16], is_shared });
+        let check = |gpu, others: &[Option<Gpu>]| same_gpu(gpu, (0..).zip(others.iter().copied()));
+        assert_eq!(check(None, &[None, None]), None);
+        assert_eq!(check(gpu(1, false), &[gpu(0, false), gpu(2, false)]), None);
+        assert_eq!(check(gpu(1, true), &[gpu(1, true), gpu(1, true)]), None);
+        for (own, other) in [(false, false), (false, true), (true, false)] {
+            let detail = check(gpu(0xab, own), &[gpu(2, false), gpu(0xab, other)]).unwrap();
+            assert!(detail.contains("the same GPU as rank 1, GPU-abababab-abab-abab-abab-abababababab"), "{detail}");
+        }
+        // At the door.
+        let with_gpu = |rank| RankIdentity { gpu: gpu(7, false), ..identity(rank) };
+        for (wrong, part) in
+            [(with_gpu(1), "has the same GPU as rank 0"), (identity(2), "runs on the CPU, rank 0 on a GPU")]
+        {
+            assert_refused(with_gpu(0), &wrong, part);
+        }
     }
 
     #[test]
@@ -273,15 +316,20 @@ mod tests {
         let other = RankIdentity { fingerprint: [8; 32], ..identity(1) };
         let larger = RankIdentity { world_size: 4, ..identity(1) };
         for (wrong, part) in [(other, "loads another model file"), (larger, "is one of 4 ranks, rank 0 one of 3")] {
-            let reception = Reception::open(0).unwrap();
-            let invitation = reception.invitation().clone();
-            std::thread::scope(|scope| {
-                let admitted = scope.spawn(move || reception.admit(&identity(0)));
-                let Err(far) = knock(&invitation, &wrong) else { panic!("was let in") };
-                let Err(near) = admitted.join().unwrap() else { panic!("let it in") };
-                assert!(far.to_string().contains(part), "{far}");
-                assert_eq!(far.to_string(), near.to_string());
-            });
+            assert_refused(identity(0), &wrong, part);
         }
+    }
+
+    /// Both sides hear why.
+    fn assert_refused(own: RankIdentity, wrong: &RankIdentity, part: &str) {
+        let reception = Reception::open(0).unwrap();
+        let invitation = reception.invitation().clone();
+        std::thread::scope(|scope| {
+            let admitted = scope.spawn(move || reception.admit(&own));
+            let Err(far) = knock(&invitation, wrong) else { panic!("was let in") };
+            let Err(near) = admitted.join().unwrap() else { panic!("let it in") };
+            assert!(far.to_string().contains(part), "{far}");
+            assert_eq!(far.to_string(), near.to_string());
+        });
     }
 }

@@ -1,5 +1,6 @@
 //! MPI from its start to its end: initialises the library, checks that it sees the world that the launcher
-//! told of, and hands rank 0's invitation to the others. Knows no model.
+//! told of, and hands rank 0's invitation to the others, later also the ids by which their GPUs connect. Knows no
+//! model.
 
 use crate::collective::MpiCollective;
 use crate::environment::World;
@@ -15,8 +16,9 @@ use std::mem::ManuallyDrop;
 use std::time::{Duration, Instant};
 
 const TAG_INVITATION: i32 = 5;
-/// How long an invitation may take.
-const INVITING: Duration = Duration::from_secs(60);
+const TAG_IDS: i32 = 6;
+/// How long an invitation, or the ids, may take.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// This process's part in MPI. It belongs to the thread that started it.
 pub struct Session {
@@ -85,11 +87,7 @@ impl Session {
     pub fn invite(&self, invitation: &Invitation) -> Result<(), ProcessError> {
         let bytes =
             invitation.encode().map_err(|error| ProcessError::Mpi { detail: format!("the invitation: {error}") })?;
-        for rank in 1..self.world.size {
-            let transfer = self.channel.send(bytes.clone(), rank, TAG_INVITATION)?;
-            complete(transfer, || format!("rank {rank} did not take the invitation"))?;
-        }
-        Ok(())
+        self.tell_all(&bytes, TAG_INVITATION, "the invitation", &|| None)
     }
 
     /// On the others: waits for rank 0's invitation.
@@ -97,9 +95,49 @@ impl Session {
     /// # Errors
     /// None came within a minute, or it is none.
     pub fn invitation(&self) -> Result<Invitation, ProcessError> {
-        let transfer = self.channel.receive(Vec::new(), MAX_INVITATION_BYTES, 0, TAG_INVITATION)?;
-        let bytes = complete(transfer, || "no invitation came from rank 0".into())?;
+        let bytes = self.hear(MAX_INVITATION_BYTES, TAG_INVITATION, "invitation", &|| None)?;
         Invitation::decode(&bytes).map_err(|error| ProcessError::Mpi { detail: format!("the invitation: {error}") })
+    }
+
+    /// On rank 0: sends the ids by which GPUs connect to all others, unless `called_off` says why not.
+    ///
+    /// # Errors
+    /// They were not taken within a minute; what `called_off` says.
+    pub fn hand_out_ids(&self, ids: &[u8], called_off: &dyn Fn() -> Option<String>) -> Result<(), ProcessError> {
+        self.tell_all(ids, TAG_IDS, "the ids of GPUs", called_off)
+    }
+
+    /// On the others: waits for those ids, `num_bytes` at most.
+    ///
+    /// # Errors
+    /// None came within a minute; what `called_off` says.
+    pub fn ids(&self, num_bytes: usize, called_off: &dyn Fn() -> Option<String>) -> Result<Vec<u8>, ProcessError> {
+        self.hear(num_bytes, TAG_IDS, "ids of GPUs", called_off)
+    }
+
+    fn tell_all(
+        &self,
+        bytes: &[u8],
+        tag: i32,
+        what: &str,
+        called_off: &dyn Fn() -> Option<String>,
+    ) -> Result<(), ProcessError> {
+        for rank in 1..self.world.size {
+            let transfer = self.channel.send(bytes.to_vec(), rank, tag)?;
+            complete(transfer, || format!("rank {rank} did not take {what}"), called_off)?;
+        }
+        Ok(())
+    }
+
+    fn hear(
+        &self,
+        max_bytes: usize,
+        tag: i32,
+        what: &str,
+        called_off: &dyn Fn() -> Option<String>,
+    ) -> Result<Vec<u8>, ProcessError> {
+        let transfer = self.channel.receive(Vec::new(), max_bytes, 0, tag)?;
+        complete(transfer, || format!("no {what} came from rank 0"), called_off)
     }
 
     /// Ends MPI in order: when all ranks have ended in order, and all messages are through. Waits for the
@@ -119,15 +157,22 @@ fn online_cores() -> Option<usize> {
     Some(text.lines().filter(|line| line.starts_with("processor")).count()).filter(|count| *count > 0)
 }
 
-fn complete(mut transfer: Transfer<u8>, what: impl Fn() -> String) -> Result<Vec<u8>, ProcessError> {
-    let deadline = Instant::now() + INVITING;
+fn complete(
+    mut transfer: Transfer<u8>,
+    what: impl Fn() -> String,
+    called_off: &dyn Fn() -> Option<String>,
+) -> Result<Vec<u8>, ProcessError> {
+    let deadline = Instant::now() + PATIENCE;
     loop {
         match transfer.poll()? {
             Progress::Done(bytes) => return Ok(bytes),
             Progress::Pending(pending) => transfer = pending,
         }
+        if let Some(reason) = called_off() {
+            return Err(ProcessError::Lost { reason });
+        }
         if Instant::now() >= deadline {
-            return Err(ProcessError::Late { what: what(), seconds: INVITING.as_secs() });
+            return Err(ProcessError::Late { what: what(), seconds: PATIENCE.as_secs() });
         }
         std::thread::sleep(Duration::from_millis(1));
     }

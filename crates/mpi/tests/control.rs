@@ -69,7 +69,12 @@ fn config() -> EngineConfig {
 }
 
 fn identity(rank: usize) -> RankIdentity {
-    RankIdentity { rank, world_size: MODE.num_ranks(), fingerprint: [3; 32], available_bytes: 4 << 30 }
+    RankIdentity { rank, world_size: MODE.num_ranks(), fingerprint: [3; 32], gpu: None }
+}
+
+fn aborting(cx: &RankContext) -> impl Fn(&str) + Send + Sync + 'static {
+    let collective = Arc::clone(&cx.collective);
+    move |reason| collective.abort(reason)
 }
 
 /// A connection that the test can cut.
@@ -134,13 +139,13 @@ fn in_world<T: Send>(
             .map(|(cx, rank)| {
                 let invitation = if rank == 2 { over_cable } else { invitation };
                 scope.spawn(move || {
-                    let follower = Follower::join(invitation, identity(rank), Arc::clone(&cx.collective))?;
-                    follower.run(&checkpoint(), &cx, &config(), &|_| {})
+                    let follower = Follower::join(invitation, identity(rank), aborting(&cx))?;
+                    follower.run(&checkpoint(), || Ok(cx), &config(), &|_| {})
                 })
             })
             .collect();
-        let leader = Leader::admit(reception, identity(0), Arc::clone(&own.collective)).unwrap();
-        let built = leader.build(&checkpoint(), &own, &config(), &|_| {});
+        let leader = Leader::admit(reception, &identity(0), aborting(&own)).unwrap();
+        let built = leader.build(&checkpoint(), || Ok(own), &config(), &|_| {});
         let outcome = body(built.map(|(built, watch)| (EngineHandle::spawn(built.engine), watch)), &cable);
         (outcome, followers.into_iter().map(|follower| follower.join().unwrap()).collect())
     })

@@ -2,7 +2,9 @@
 #![allow(clippy::unwrap_used)] // tests
 
 use pagemill_engine::{RequestId, SamplingParams, SequenceId, StartedRequest, StepInput, TokenLogprobs};
-use pagemill_mpi::frame::{Counters, Frame, FrameError, HEADER_BYTES, Hello, Invitation, VERSION};
+use pagemill_mpi::frame::{
+    Counters, Frame, FrameError, Gpu, HEADER_BYTES, Hello, Invitation, MAX_HELLO_BYTES, VERSION,
+};
 use pagemill_scheduler::{BlockCopy, BlockId, SampledToken, ScheduledSequence, StepOutput, StepPlan};
 use proptest::collection::vec;
 use proptest::option;
@@ -106,9 +108,11 @@ fn counters() -> impl Strategy<Value = Counters> {
 }
 
 fn hello() -> impl Strategy<Value = Frame> {
-    (any::<[u8; 16]>(), any::<u32>(), any::<u32>(), any::<[u8; 32]>(), any::<u64>(), "[a-z.é]{0,40}").prop_map(
-        |(token, world_size, rank, fingerprint, available_bytes, host)| {
-            Frame::Hello(Hello { token, world_size, rank, fingerprint, available_bytes, host })
+    let gpu = (any::<[u8; 16]>(), any::<bool>()).prop_map(|(uuid, is_shared)| Gpu { uuid, is_shared });
+    let numbers = (any::<u32>(), any::<u32>());
+    (any::<[u8; 16]>(), numbers, any::<[u8; 32]>(), option::of(gpu), "[a-z.é]{0,40}").prop_map(
+        |(token, (world_size, rank), fingerprint, gpu, host)| {
+            Frame::Hello(Hello { token, world_size, rank, fingerprint, gpu, host })
         },
     )
 }
@@ -117,8 +121,11 @@ fn frame() -> impl Strategy<Value = Frame> {
     prop_oneof![
         hello(),
         any::<[u8; 16]>().prop_map(|token| Frame::Welcome { token }),
-        (any::<u64>(), any::<u64>())
-            .prop_map(|(weight_bytes, workspace_bytes)| Frame::Loaded { weight_bytes, workspace_bytes }),
+        any::<[u64; 3]>().prop_map(|[available_bytes, weight_bytes, workspace_bytes]| Frame::Loaded {
+            available_bytes,
+            weight_bytes,
+            workspace_bytes
+        }),
         any::<u64>().prop_map(|num_blocks| Frame::Pool { num_blocks }),
         Just(Frame::Ready),
         step(),
@@ -241,6 +248,17 @@ fn flags_and_texts_have_one_spelling() {
     // Behind the counters, the step, the count and the id.
     bytes[HEADER_BYTES + 16 + 8 + 4 + 12] = 2;
     assert_eq!(Frame::from_bytes(&bytes).unwrap_err(), FrameError::Value { field: "token", got: 2 });
+}
+
+/// What is read of a peer that is not known yet is enough for the longest first word.
+#[test]
+fn a_first_word_fits() {
+    let gpu = Some(Gpu { uuid: [0xff; 16], is_shared: true });
+    let hello = Hello { token: [0; 16], world_size: 2, rank: 1, fingerprint: [0; 32], gpu, host: "h".repeat(256) };
+    let bytes = encoded(&Frame::Hello(hello));
+    assert!(bytes.len() - HEADER_BYTES <= MAX_HELLO_BYTES, "{}", bytes.len());
+    let name = gpu.map(|gpu| Gpu { uuid: std::array::from_fn(|at| u8::try_from(at).unwrap()), ..gpu }.name());
+    assert_eq!(name.as_deref(), Some("GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"));
 }
 
 #[test]

@@ -16,13 +16,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 /// Name, tensor-parallel and pipeline-parallel ranks, and whether a rank dies on the way.
-const CASES: [(&str, usize, usize, bool); 9] = [
+const CASES: [(&str, usize, usize, bool); 10] = [
     ("sums", 2, 1, false),
     ("sums", 3, 1, false),
     ("sums", 4, 1, false),
     ("columns", 3, 1, false),
     ("hidden", 2, 2, false),
     ("waits", 2, 2, true),
+    ("ids", 3, 1, false),
     ("engine", 2, 1, false),
     ("engine", 2, 2, false),
     ("loss", 2, 2, true),
@@ -89,6 +90,7 @@ fn child(case: &str, mode: ParallelMode) {
         "columns" => columns(&collective),
         "hidden" => hidden(&collective, world.rank, mode),
         "waits" => waits(collective, world.rank),
+        "ids" => ids(&session),
         "engine" => engine(&session, &collective, mode),
         "loss" => loss(&session, &collective, mode),
         other => panic!("no case {other}"),
@@ -169,6 +171,26 @@ fn hidden(collective: &MpiCollective, rank: usize, mode: ParallelMode) {
     assert!(error.contains("no link to stage 5"), "{error}");
 }
 
+/// All have what rank 0 hands out; whoever waits for more can be called off.
+fn ids(session: &Session) {
+    let want: Vec<u8> = (0..7 * 128).map(|at: u32| at.to_le_bytes()[0]).collect();
+    let stay = || None;
+    if session.world().rank == 0 {
+        session.hand_out_ids(&want, &stay).unwrap();
+    } else {
+        assert_eq!(session.ids(want.len(), &stay).unwrap(), want);
+    }
+    if session.world().rank == 0 {
+        // When the others have given up; so that MPI can end in order.
+        std::thread::sleep(Duration::from_millis(500));
+        session.hand_out_ids(&want[..128], &stay).unwrap();
+    } else {
+        let called_off = || Some("rank 2 is lost".to_owned());
+        let error = session.ids(128, &called_off).map(|_| ()).unwrap_err().to_string();
+        assert!(error.contains("rank 2 is lost"), "{error}");
+    }
+}
+
 /// Every rank waits for something that never comes, until it is called off.
 fn waits(collective: Arc<MpiCollective>, rank: usize) {
     let backend = backend();
@@ -242,26 +264,28 @@ fn bring_up(
     session: &Session,
     collective: &Arc<MpiCollective>,
     mode: ParallelMode,
-    follow: impl FnOnce(Follower, &RankContext),
+    follow: impl FnOnce(Follower, RankContext),
 ) -> Option<(EngineHandle, pagemill_mpi::leader::Watch)> {
     let world = session.world();
-    let own = RankIdentity { rank: world.rank, world_size: world.size, fingerprint: [1; 32], available_bytes: 4 << 30 };
+    let own = RankIdentity { rank: world.rank, world_size: world.size, fingerprint: [1; 32], gpu: None };
     let cx = RankContext { backend: Arc::new(backend()), collective: Arc::<MpiCollective>::clone(collective) };
+    let aborted = Arc::clone(collective);
+    let abort = move |reason: &str| aborted.abort(reason);
     if world.rank == 0 {
         let reception = Reception::open(0).unwrap();
         session.invite(reception.invitation()).unwrap();
-        let leader = Leader::admit(reception, own, Arc::<MpiCollective>::clone(collective)).unwrap();
-        let (built, watch) = leader.build(&checkpoint(), &cx, &config(mode), &|_| {}).unwrap();
+        let leader = Leader::admit(reception, &own, abort).unwrap();
+        let (built, watch) = leader.build(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap();
         return Some((EngineHandle::spawn(built.engine), watch));
     }
     let invitation = session.invitation().unwrap();
-    follow(Follower::join(&invitation, own, Arc::<MpiCollective>::clone(collective)).unwrap(), &cx);
+    follow(Follower::join(&invitation, own, abort).unwrap(), cx);
     None
 }
 
 fn engine(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode) {
-    let follow = |follower: Follower, cx: &RankContext| {
-        follower.run(&checkpoint(), cx, &config(mode), &|_| {}).unwrap();
+    let follow = |follower: Follower, cx: RankContext| {
+        follower.run(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap();
     };
     let Some((handle, watch)) = bring_up(session, collective, mode, follow) else { return };
     let found = answers(&handle);
@@ -287,14 +311,14 @@ fn endless(handle: &EngineHandle) -> EventReceiver {
 /// Rank 3 dies in the middle of its work.
 fn loss(session: &Session, collective: &Arc<MpiCollective>, mode: ParallelMode) {
     let is_mortal = session.world().rank == 3;
-    let follow = |follower: Follower, cx: &RankContext| {
+    let follow = |follower: Follower, cx: RankContext| {
         if is_mortal {
             std::thread::spawn(|| {
                 std::thread::sleep(Duration::from_secs(4));
                 std::process::abort();
             });
         }
-        let error = follower.run(&checkpoint(), cx, &config(mode), &|_| {}).unwrap_err().to_string();
+        let error = follower.run(&checkpoint(), || Ok(cx), &config(mode), &|_| {}).unwrap_err().to_string();
         assert!(error.contains("rank 3") && error.contains("is lost"), "{error}");
         std::process::exit(1);
     };

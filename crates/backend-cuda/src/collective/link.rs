@@ -1,7 +1,7 @@
 //! Hidden states from a stage to the next one, on streams of their own, so that a stage computes on while what it has
 //! made waits for its receiver: by NCCL's send and receive, or as copies where both stages are on one GPU. The
-//! receiver waits on the host, first for the sender's word that something is on its way: nothing spins on its GPU
-//! meanwhile, and what it waited is known.
+//! receiver waits on the host, so that what it waited is known: first for the sender's word that something is on its
+//! way, so that nothing spins on its GPU meanwhile. Processes have no such word: there NCCL's receive begins at once.
 
 use super::nccl::{Communicator, DataType, Range};
 use super::verdict::{PATIENCE, Verdict};
@@ -25,8 +25,17 @@ pub(crate) struct Outgoing(End);
 /// The receiver's end. Its peer is rank 0 of the communicator.
 pub(crate) struct Incoming {
     end: End,
+    sender: Sender,
     /// Recorded behind the last receive.
     landed: Event,
+}
+
+/// Where hidden states come from.
+enum Sender {
+    /// A rank of this process, which says when something is on its way.
+    Near,
+    /// Another process, which may take so long to send it.
+    Far(Duration),
 }
 
 struct End {
@@ -37,7 +46,7 @@ struct End {
     shared: Arc<Shared>,
 }
 
-/// What both ends see.
+/// What both ends see; between processes each has its own.
 struct Shared {
     /// What the sender has begun to send, and what the receiver has begun to receive.
     num_sent: AtomicUsize,
@@ -78,24 +87,44 @@ pub(crate) fn connect(
         true => Vec::new(),
         false => Communicator::connect(&devices)?.into_iter().map(Arc::new).collect(),
     };
-    let slot = || {
-        let (filled, sent) = (Event::new(from.device)?, Event::new(from.device)?);
-        Ok::<_, BackendError>(Slot { buffer: None, len: 0, filled, sent })
-    };
-    let slots = (0..DEPTH).map(|_| slot()).collect::<Result<_, _>>()?;
-    let shared = Arc::new(Shared {
-        num_sent: AtomicUsize::new(0),
-        num_received: AtomicUsize::new(0),
-        slots: Mutex::new(Slots { workspace: Arc::clone(from.workspace), slots }),
-        verdict: Arc::clone(verdict),
-    });
-    let end = |at: usize| {
-        let (device, stream) = (Arc::clone(&devices[at]), SideStream::new(&devices[at])?);
-        let (communicator, shared) = (communicators.get(at).cloned(), Arc::clone(&shared));
-        Ok::<_, BackendError>(End { device, stream, communicator, shared })
-    };
-    let incoming = Incoming { end: end(1)?, landed: Event::new(to.device)? };
-    Ok((Outgoing(end(0)?), incoming, communicators))
+    let shared = Arc::new(Shared::new(from, verdict)?);
+    let end = |at: usize| End::new(&devices[at], communicators.get(at).cloned(), &shared);
+    let outgoing = Outgoing(end(0)?);
+    let incoming = Incoming { end: end(1)?, sender: Sender::Near, landed: Event::new(to.device)? };
+    Ok((outgoing, incoming, communicators))
+}
+
+/// This process's end towards a rank of another one.
+pub(crate) fn to_process(
+    from: &Place<'_>,
+    communicator: &Arc<Communicator>,
+    verdict: &Arc<Verdict>,
+) -> Result<Outgoing, BackendError> {
+    let shared = Arc::new(Shared::new(from, verdict)?);
+    End::new(from.device, Some(Arc::clone(communicator)), &shared).map(Outgoing)
+}
+
+/// This process's end towards a rank of another one, which may take as long as `patience` to send.
+pub(crate) fn from_process(
+    to: &Place<'_>,
+    communicator: &Arc<Communicator>,
+    verdict: &Arc<Verdict>,
+    patience: Duration,
+) -> Result<Incoming, BackendError> {
+    let shared = Arc::new(Shared::new(to, verdict)?);
+    let end = End::new(to.device, Some(Arc::clone(communicator)), &shared)?;
+    Ok(Incoming { end, sender: Sender::Far(patience), landed: Event::new(to.device)? })
+}
+
+impl End {
+    fn new(
+        device: &Arc<Device>,
+        communicator: Option<Arc<Communicator>>,
+        shared: &Arc<Shared>,
+    ) -> Result<Self, BackendError> {
+        let (device, stream) = (Arc::clone(device), SideStream::new(device)?);
+        Ok(Self { device, stream, communicator, shared: Arc::clone(shared) })
+    }
 }
 
 impl Outgoing {
@@ -110,8 +139,12 @@ impl Outgoing {
             return (0..DEPTH).try_for_each(|at| shared.lock_slots().grow(at, count * 4, device));
         }
         let serial = shared.num_sent.load(Ordering::Relaxed);
-        shared.wait_until("send", None, || Ok(shared.num_received.load(Ordering::Acquire) + DEPTH > serial))?;
         let fault = |error| device.fault("sending hidden states", error);
+        shared.wait_until("send", None, || match communicator {
+            Some(_) => shared.lock_slots().slots[serial % DEPTH].sent.is_done().map_err(fault),
+            // The receiver copies, and may not have begun.
+            None => Ok(shared.num_received.load(Ordering::Acquire) + DEPTH > serial),
+        })?;
         let mut slots = shared.lock_slots();
         slots.grow(serial % DEPTH, count * 4, device)?;
         let slot = &slots.slots[serial % DEPTH];
@@ -160,7 +193,13 @@ impl Incoming {
             return Ok(());
         }
         let serial = shared.num_received.load(Ordering::Relaxed);
-        shared.wait_until(OP, None, || Ok(shared.num_sent.load(Ordering::Acquire) > serial))?;
+        let patience = match self.sender {
+            Sender::Near => {
+                shared.wait_until(OP, None, || Ok(shared.num_sent.load(Ordering::Acquire) > serial))?;
+                PATIENCE
+            }
+            Sender::Far(patience) => patience,
+        };
         let fault = |error| device.fault("receiving hidden states", error);
         device.bind()?;
         let count = out.rows() * out.cols();
@@ -194,11 +233,26 @@ impl Incoming {
         shared.num_received.store(serial + 1, Ordering::Release);
         // SAFETY: the stream lives as long as its end.
         unsafe { self.landed.record(stream.0) }.map_err(fault)?;
-        shared.wait_until(OP, Some(PATIENCE), || self.landed.is_done().map_err(fault))
+        shared.wait_until(OP, Some(patience), || self.landed.is_done().map_err(fault))
     }
 }
 
 impl Shared {
+    /// For a sender at `place`; what only receives there takes none of the slots.
+    fn new(place: &Place<'_>, verdict: &Arc<Verdict>) -> Result<Self, BackendError> {
+        let slot = || {
+            let (filled, sent) = (Event::new(place.device)?, Event::new(place.device)?);
+            Ok::<_, BackendError>(Slot { buffer: None, len: 0, filled, sent })
+        };
+        let slots = (0..DEPTH).map(|_| slot()).collect::<Result<_, _>>()?;
+        Ok(Self {
+            num_sent: AtomicUsize::new(0),
+            num_received: AtomicUsize::new(0),
+            slots: Mutex::new(Slots { workspace: Arc::clone(place.workspace), slots }),
+            verdict: Arc::clone(verdict),
+        })
+    }
+
     fn lock_slots(&self) -> MutexGuard<'_, Slots> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -216,7 +270,9 @@ impl Shared {
             let waited = started.elapsed();
             if patience.is_some_and(|patience| waited > patience) {
                 let seconds = waited.as_secs();
-                self.verdict.pass(&format!("hidden states have been on their way for {seconds} s: a GPU hangs"));
+                self.verdict.pass(&format!(
+                    "hidden states have been on their way for {seconds} s: a GPU hangs, or what connects it"
+                ));
             }
             if waited < SPIN_FOR {
                 std::hint::spin_loop();

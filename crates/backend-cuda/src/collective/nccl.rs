@@ -1,5 +1,5 @@
 //! NCCL, loaded when ranks on several GPUs are first asked for: the dozen calls that are used, and communicators
-//! that can be aborted while others wait in them. Knows no tensor and no rank's thread.
+//! that can be aborted while others wait in them. Knows no tensor, and no rank's thread or process.
 //!
 //! The library is looked for by the name that packages install at run time, `libnccl.so.2`, which cudarc does not
 //! try; and a symbol that is missing is an error here, where cudarc panics.
@@ -33,9 +33,19 @@ pub(crate) enum DataType {
 type Handle = *mut c_void;
 type Stream = *mut c_void;
 
+/// Bytes of a [`UniqueId`].
+pub(crate) const ID_BYTES: usize = 128;
+
+/// `ncclUniqueId`: by which processes find each other for one communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub(crate) struct UniqueId(pub(crate) [u8; ID_BYTES]);
+
 /// The library's functions.
 struct Nccl {
     init_all: unsafe extern "C" fn(*mut Handle, c_int, *const c_int) -> Status,
+    unique_id: unsafe extern "C" fn(*mut UniqueId) -> Status,
+    init_rank: unsafe extern "C" fn(*mut Handle, c_int, UniqueId, c_int) -> Status,
     destroy: unsafe extern "C" fn(Handle) -> Status,
     abort: unsafe extern "C" fn(Handle) -> Status,
     async_error: unsafe extern "C" fn(Handle, *mut Status) -> Status,
@@ -86,6 +96,8 @@ impl Nccl {
         }
         Ok(Self {
             init_all: symbol!(b"ncclCommInitAll\0"),
+            unique_id: symbol!(b"ncclGetUniqueId\0"),
+            init_rank: symbol!(b"ncclCommInitRank\0"),
             destroy: symbol!(b"ncclCommDestroy\0"),
             abort: symbol!(b"ncclCommAbort\0"),
             async_error: symbol!(b"ncclCommGetAsyncError\0"),
@@ -110,6 +122,22 @@ impl Nccl {
         });
         let [error, last] = texts;
         fault(if last.is_empty() { format!("{what}: {error}") } else { format!("{what}: {error} ({last})") })
+    }
+}
+
+impl UniqueId {
+    /// A new one. This process has to live until all who were given it are connected: NCCL listens here for them.
+    ///
+    /// # Errors
+    /// There is no NCCL, or it finds no network.
+    pub(crate) fn make() -> Result<Self, BackendError> {
+        let nccl = nccl()?;
+        let mut id = Self([0; ID_BYTES]);
+        // SAFETY: fills the id.
+        match unsafe { (nccl.unique_id)(&raw mut id) } {
+            SUCCESS => Ok(id),
+            status => Err(nccl.fault("making an id for ranks", status, std::ptr::null_mut())),
+        }
     }
 }
 
@@ -153,6 +181,29 @@ impl Communicator {
         Ok(ends
             .map(|(handle, device)| Self { nccl, device: Arc::clone(device), handle: Mutex::new(CommHandle(handle)) })
             .collect())
+    }
+
+    /// Rank `rank` of a communicator of `num_ranks` ranks in as many processes, all of which were given `id`. Blocks
+    /// until all have come, without a limit.
+    ///
+    /// # Errors
+    /// There is no NCCL, or it cannot connect the GPUs.
+    pub(crate) fn join(
+        device: &Arc<Device>,
+        id: UniqueId,
+        rank: usize,
+        num_ranks: usize,
+    ) -> Result<Self, BackendError> {
+        let nccl = nccl()?;
+        let number = |value: usize| c_int::try_from(value).map_err(|_| fault("too many ranks"));
+        let (rank, num_ranks) = (number(rank)?, number(num_ranks)?);
+        device.bind()?;
+        let mut handle = std::ptr::null_mut();
+        // SAFETY: fills the handle; the device of the rank is this thread's.
+        match unsafe { (nccl.init_rank)(&raw mut handle, num_ranks, id, rank) } {
+            SUCCESS => Ok(Self { nccl, device: Arc::clone(device), handle: Mutex::new(CommHandle(handle)) }),
+            status => Err(nccl.fault("connecting the GPUs", status, std::ptr::null_mut())),
+        }
     }
 
     /// Calls `enqueue` with the communicator, the device bound to this thread.
@@ -226,13 +277,24 @@ impl Communicator {
         (status != SUCCESS && status != IN_PROGRESS).then(|| self.nccl.fault("a collective", status, handle.0))
     }
 
-    /// Ends every kernel of the communicator, finished or not. False, and nothing done, while a thread is in a call.
+    /// Begins to end every kernel of the communicator, finished or not. False, and nothing done, while a thread is in a
+    /// call. NCCL ends the kernels at once, but comes back only when no recorded step refers to the communicator any
+    /// more: a thread of its own waits for that.
     pub(crate) fn try_abort(&self) -> bool {
         let Ok(mut handle) = self.handle.try_lock() else { return false };
-        if !handle.0.is_null() && self.device.bind().is_ok() {
-            // SAFETY: the communicator lives, and is not used again.
-            let _ = unsafe { (self.nccl.abort)(handle.0) };
-            handle.0 = std::ptr::null_mut();
+        let taken = CommHandle(std::mem::replace(&mut handle.0, std::ptr::null_mut()));
+        if !taken.0.is_null() {
+            let (nccl, device) = (self.nccl, Arc::clone(&self.device));
+            let abort = move || {
+                // The whole of it, not its pointer alone.
+                let taken = taken;
+                if device.bind().is_ok() {
+                    // SAFETY: the communicator lives, and nobody has it any more.
+                    let _ = unsafe { (nccl.abort)(taken.0) };
+                }
+            };
+            // Without a thread its kernels run on until the process ends.
+            let _ = std::thread::Builder::new().name("pagemill-abort".into()).spawn(abort);
         }
         true
     }
@@ -242,7 +304,8 @@ impl Drop for Communicator {
     fn drop(&mut self) {
         let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
         if !handle.0.is_null() && self.device.bind().is_ok() {
-            // SAFETY: made in `connect`, destroyed once, used by nobody any more.
+            // SAFETY: made in `connect` or `join`, destroyed once, used by nobody any more. NCCL waits until no recorded
+            // step refers to it: `CudaCollective` forgets them first.
             let _ = unsafe { (self.nccl.destroy)(handle.0) };
         }
     }

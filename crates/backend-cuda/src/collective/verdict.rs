@@ -16,6 +16,9 @@ use std::time::{Duration, Instant};
 pub(crate) const PATIENCE: Duration = Duration::from_secs(8);
 /// How often the watch looks.
 const PERIOD: Duration = Duration::from_millis(20);
+/// How long it keeps a fault of NCCL's to itself: that a process has died is told by whoever watches over processes, by
+/// name, but NCCL may notice first.
+const NAMING: Duration = Duration::from_millis(300);
 /// How long it tries to abort communicators that a thread is in a call of.
 const ABORT_FOR: Duration = Duration::from_secs(1);
 
@@ -23,9 +26,12 @@ const ABORT_FOR: Duration = Duration::from_secs(1);
 const WORDS_PER_LINE: usize = 32;
 const HALT: usize = 0;
 
-/// Why the ranks have given up, if they have, and the words by which kernels hear and tell of it.
+/// Why the ranks have given up, if they have, and the words by which kernels hear and tell of it. Of the ranks of this
+/// process: whoever watches over other processes passes it by the reason that it was made with.
 pub(crate) struct Verdict {
     reason: Arc<OnceLock<String>>,
+    /// This process's first rank in the world; the others follow.
+    first_rank: usize,
     /// `[1 + 2 * ranks]` lines: halt, then for each rank whom it waited for in vain, and how often it has gone into
     /// and come out of a collective of NCCL.
     words: PinnedMemory,
@@ -40,20 +46,28 @@ fn mark_word(rank: usize) -> usize {
 }
 
 impl Verdict {
-    /// None yet, for the ranks on `devices`.
-    pub(crate) fn new(devices: &[Arc<Device>]) -> Result<Self, BackendError> {
+    /// For the ranks on `devices`, of which the first is `first_rank` of the world. None yet, unless `reason` is there.
+    pub(crate) fn new(
+        devices: &[Arc<Device>],
+        first_rank: usize,
+        reason: Arc<OnceLock<String>>,
+    ) -> Result<Self, BackendError> {
         let Some(first) = devices.first() else {
             return Err(BackendError::Collective { op: "ranks", detail: "there are none".into() });
         };
         let len = (1 + 2 * devices.len()) * WORDS_PER_LINE * 4;
-        let reason = Arc::default();
         devices.iter().for_each(|device| device.join(&reason));
-        Ok(Self { reason, words: PinnedMemory::take(first, len, "what ranks tell one another")? })
+        Ok(Self { reason, first_rank, words: PinnedMemory::take(first, len, "what ranks tell one another")? })
     }
 
     /// Ends every wait with `reason`, unless one was given before. Never blocks.
     pub(crate) fn pass(&self, reason: &str) {
         self.reason.get_or_init(|| reason.to_owned());
+        self.halt();
+    }
+
+    /// Lets no kernel wait any more.
+    fn halt(&self) {
         self.words.word(HALT).store(1, Ordering::Release);
     }
 
@@ -75,12 +89,12 @@ impl Verdict {
         self.words.word_address(HALT)
     }
 
-    /// Where kernels of `rank` tell whom they waited for in vain: 1 + the rank within the stage.
+    /// Where kernels of this process's rank `rank` tell whom they waited for in vain: 1 + the rank within the stage.
     pub(crate) fn report_address(&self, rank: usize) -> u64 {
         self.words.word_address(report_word(rank))
     }
 
-    /// Where `rank` counts its ways into and out of NCCL's collectives.
+    /// Where this process's rank `rank` counts its ways into and out of NCCL's collectives.
     pub(crate) fn mark_address(&self, rank: usize) -> u64 {
         self.words.word_address(mark_word(rank))
     }
@@ -115,6 +129,7 @@ impl Watchdog {
             verdict: Arc::clone(verdict),
             communicators,
             inside: vec![Inside { mark: 0, since: Instant::now() }; num_ranks],
+            faulty_since: None,
         };
         let stopped = Arc::clone(&stop);
         let thread = std::thread::Builder::new()
@@ -147,16 +162,22 @@ struct Watch {
     verdict: Arc<Verdict>,
     communicators: Vec<Arc<Communicator>>,
     inside: Vec<Inside>,
+    /// When NCCL first told a fault.
+    faulty_since: Option<Instant>,
 }
 
 impl Watch {
     fn run(mut self, stop: &AtomicBool) {
-        while !stop.load(Ordering::Acquire) {
+        loop {
             if let Some(reason) = self.find_fault() {
                 self.verdict.pass(&reason);
             }
             if self.verdict.reason().is_some() {
                 self.carry_out();
+                return;
+            }
+            // Looked at last: what was passed before is carried out.
+            if stop.load(Ordering::Acquire) {
                 return;
             }
             std::thread::park_timeout(PERIOD);
@@ -165,8 +186,8 @@ impl Watch {
 
     fn find_fault(&mut self) -> Option<String> {
         let now = Instant::now();
-        for (rank, inside) in self.inside.iter_mut().enumerate() {
-            let report = self.verdict.report(rank);
+        for (at, inside) in self.inside.iter_mut().enumerate() {
+            let (rank, report) = (self.verdict.first_rank + at, self.verdict.report(at));
             if report != 0 {
                 return Some(format!(
                     "rank {rank} waited {} s in an all-reduce for rank {} of its stage",
@@ -174,18 +195,21 @@ impl Watch {
                     report - 1
                 ));
             }
-            let mark = self.verdict.mark(rank);
+            let mark = self.verdict.mark(at);
             if mark != inside.mark {
                 *inside = Inside { mark, since: now };
             } else if !mark.is_multiple_of(2) && now.duration_since(inside.since) > PATIENCE {
                 return Some(format!("a collective of rank {rank} has not ended within {} s", PATIENCE.as_secs()));
             }
         }
-        self.communicators.iter().find_map(|communicator| communicator.async_fault()).map(|fault| fault.to_string())
+        let fault = self.communicators.iter().find_map(|communicator| communicator.async_fault())?;
+        let since = *self.faulty_since.get_or_insert(now);
+        (now.duration_since(since) >= NAMING).then(|| fault.to_string())
     }
 
     /// Ends NCCL's kernels; those of this crate see the halt themselves.
     fn carry_out(&mut self) {
+        self.verdict.halt();
         let started = Instant::now();
         while !self.communicators.is_empty() && started.elapsed() < ABORT_FOR {
             self.communicators.retain(|communicator| !communicator.try_abort());

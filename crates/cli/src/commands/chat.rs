@@ -2,7 +2,7 @@
 
 use super::generate::{self, GenerationArgs, INTERRUPTED};
 use crate::loading::{self, Show};
-use crate::{ModelArgs, models::catalogue, settings::ServerSettings};
+use crate::{ModelArgs, models::catalogue, processes, settings::ServerSettings};
 use anyhow::Result;
 use clap::Args;
 use rustyline::error::ReadlineError;
@@ -28,6 +28,7 @@ const HELP: &str = "/clear forgets the conversation, /exit (or Ctrl-D) leaves, C
 /// Talks.
 pub fn chat(args: ChatArgs) -> Result<()> {
     args.generation.validate()?;
+    processes::ensure_alone("chat")?;
     let (file_model, engine, _) = args.shared.clone().merge(ServerSettings::default())?;
     let name = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
     let mut config = crate::config::engine_config(engine)?;

@@ -36,7 +36,7 @@ pub fn run(args: RunArgs) -> Result<()> {
     args.generation.validate()?;
     let (file_model, engine, _) = args.shared.clone().merge(ServerSettings::default())?;
     let name = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
-    let mut config = crate::config::engine_config(engine)?;
+    let mut config = crate::config::engine_config_among(processes::count()?, engine)?;
     config.engine.max_batch_size.get_or_insert(1);
     // Before the prompt is read: a launcher gives standard input to rank 0 alone.
     let leading = match processes::join(&config, 0)? {

@@ -30,7 +30,7 @@ pub fn serve(args: ServeArgs) -> Result<()> {
     let started = Instant::now();
     let (file_model, engine, server) = args.shared.merge(args.server)?;
     let model = args.model.or(file_model).unwrap_or_else(|| models::catalogue::DEFAULT.to_owned());
-    let config = crate::config::engine_config(engine)?;
+    let config = crate::config::engine_config_among(processes::count()?, engine)?;
     let serve_config = crate::config::serve_config(&server)?;
     // A wrong name is a sentence before the port is taken.
     models::ModelRef::parse(&model)?;

@@ -17,7 +17,8 @@ pub fn count() -> Result<usize> {
     Ok(CudaBackend::count_devices()?)
 }
 
-fn open_one(ordinal: usize, config: &Config) -> Result<CudaBackend> {
+/// Opens GPU `ordinal`, as what it is.
+pub fn open_one(ordinal: usize, config: &Config) -> Result<CudaBackend> {
     let activations = match config.cpu.activations {
         ActivationMode::Int8 => Activations::Bf16,
         ActivationMode::F32 => Activations::F32,

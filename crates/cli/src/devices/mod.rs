@@ -3,7 +3,7 @@
 
 #[cfg_attr(feature = "cuda", path = "cuda.rs")]
 #[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
-mod gpu;
+pub mod gpu;
 
 use crate::config::Config;
 use anyhow::{Context, Result, bail};
@@ -16,17 +16,28 @@ use std::sync::Arc;
 pub enum Device {
     /// This machine's cores.
     Cpu,
-    /// NVIDIA GPUs, as the driver counts them: rank 0's first.
+    /// NVIDIA GPUs, as the driver counts them: one for each rank of this process, rank 0's first; where each rank is a
+    /// process, those that the processes of this host share out.
     Cuda(Vec<usize>),
+}
+
+/// Which ranks GPUs of this machine are for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ranks {
+    /// So many, all in this process.
+    Threads(usize),
+    /// One in this process, and others in processes of this host or of other ones.
+    Processes,
 }
 
 impl Device {
     /// Reads `auto`, `cpu`, `cuda`, `cuda:N` or, for several ranks, `cuda:N,M`. Ranks take GPUs in order: of `cuda`
-    /// the first ones. `auto` is that where this build knows GPUs and there is one.
+    /// the first ones. `auto` is that where this build knows GPUs and there is one. Which one a process takes is
+    /// [`gpu_of_process`]'s.
     ///
     /// # Errors
     /// One sentence: what the key may be, or why there is no such device.
-    pub fn parse(text: Option<&str>, num_ranks: usize) -> Result<Self> {
+    pub fn parse(text: Option<&str>, ranks: Ranks) -> Result<Self> {
         let name = match text {
             None | Some("auto") => match gpu::count() {
                 Ok(0) => return Ok(Self::Cpu),
@@ -44,15 +55,17 @@ impl Device {
         if count == 0 {
             bail!("device = {name}: {}", gpu::NONE);
         }
-        let ordinals = match listed(name) {
-            Some(Listed::These(ordinals)) => ordinals,
-            _ => (0..num_ranks).collect(),
+        let named = match listed(name) {
+            Some(Listed::These(ordinals)) => Some(ordinals),
+            _ => None,
         };
+        if let Some(missing) = named.iter().flatten().find(|&&ordinal| ordinal >= count) {
+            bail!("device = {name}: there is no GPU {missing}: this machine has {count}, counted from 0");
+        }
+        let Ranks::Threads(num_ranks) = ranks else { return Ok(Self::Cuda(named.unwrap_or((0..count).collect()))) };
+        let ordinals = named.unwrap_or((0..num_ranks.min(count)).collect());
         if ordinals.len() != num_ranks {
             bail!("device = {name}: {} GPU(s) for {num_ranks} rank(s)", ordinals.len());
-        }
-        if ordinals.iter().any(|&ordinal| ordinal >= count) {
-            bail!("device = {name}: this machine has {count} GPU(s), counted from 0, for {num_ranks} rank(s)");
         }
         if (0..ordinals.len()).any(|at| ordinals[..at].contains(&ordinals[at])) {
             tracing::warn!(
@@ -105,6 +118,36 @@ fn listed(text: &str) -> Option<Listed> {
         "" => Some(Listed::First),
         rest => rest.strip_prefix(':')?.split(',').map(|n| n.parse().ok()).collect::<Option<_>>().map(Listed::These),
     }
+}
+
+/// The GPU of a process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // one process is always alone
+pub struct ChosenGpu {
+    /// As the driver counts it.
+    pub ordinal: usize,
+    /// Whether it was named for several processes.
+    pub is_shared: bool,
+}
+
+/// Which of a host's `ordinals` is that of its process `local_rank` of `local_size`: the one at its place, or the only
+/// one, which other hosts, or a wrapper of each process, have named differently.
+///
+/// # Errors
+/// One sentence where there are too few.
+#[cfg_attr(not(feature = "mpi"), allow(dead_code))] // one process is always alone
+pub fn gpu_of_process(ordinals: &[usize], local_rank: usize, local_size: usize) -> Result<ChosenGpu> {
+    let ordinal = match (ordinals, ordinals.get(local_rank)) {
+        ([only], _) => *only,
+        (_, Some(ordinal)) if local_size <= ordinals.len() => *ordinal,
+        _ => bail!(
+            "device: {local_size} processes on this host for {} GPUs: each process needs one (--device cuda takes the \
+             host's in order, --device cuda:N,M these)",
+            ordinals.len()
+        ),
+    };
+    let is_shared = ordinals.iter().filter(|other| **other == ordinal).count() > 1;
+    Ok(ChosenGpu { ordinal, is_shared })
 }
 
 /// Opens the device of a configuration, of several the first rank's.
@@ -216,16 +259,39 @@ mod tests {
 
     #[test]
     fn devices_are_named() {
-        assert_eq!(Device::parse(Some("cpu"), 4).unwrap(), Device::Cpu);
+        assert_eq!(Device::parse(Some("cpu"), Ranks::Threads(4)).unwrap(), Device::Cpu);
+        assert_eq!(Device::parse(Some("cpu"), Ranks::Processes).unwrap(), Device::Cpu);
         assert!(names_gpu("cuda") && names_gpu("cuda:3") && names_gpu("cuda:3,0"));
         for text in ["gpu", "cuda:", "cuda:-1", "cuda1", "CPU", "", "cuda:1,", "cuda:,1", "cuda:1;2"] {
             assert!(!names_gpu(text));
-            let message = Device::parse(Some(text), 1).unwrap_err().to_string();
+            let message = Device::parse(Some(text), Ranks::Threads(1)).unwrap_err().to_string();
             assert!(message.contains("auto, cpu, cuda or cuda:N"), "{message}");
         }
         for (text, num_ranks) in [("cuda:99", 1), ("cuda:98,99", 2), ("cuda", 99), ("cuda:0", 99)] {
-            let message = format!("{:#}", Device::parse(Some(text), num_ranks).unwrap_err());
+            let message = format!("{:#}", Device::parse(Some(text), Ranks::Threads(num_ranks)).unwrap_err());
             assert!(message.starts_with(&format!("device = {text}: ")), "{message}");
+        }
+        let message = format!("{:#}", Device::parse(Some("cuda:0,99"), Ranks::Processes).unwrap_err());
+        assert!(message.starts_with("device = cuda:0,99: "), "{message}");
+    }
+
+    #[test]
+    fn processes_of_a_host_share_its_gpus_out() {
+        let choose = |ordinals: &[usize], local_rank, local_size| {
+            let chosen = gpu_of_process(ordinals, local_rank, local_size).map_err(|error| error.to_string())?;
+            Ok::<_, String>((chosen.ordinal, chosen.is_shared))
+        };
+        assert_eq!(choose(&[0, 1, 2, 3], 2, 3), Ok((2, false)));
+        assert_eq!(choose(&[3, 1], 0, 2), Ok((3, false)));
+        assert_eq!(choose(&[3, 1], 1, 2), Ok((1, false)));
+        // The only one is taken whatever the place; whether that is another process's too, rank 0 sees.
+        assert_eq!(choose(&[5], 3, 4), Ok((5, false)));
+        assert_eq!(choose(&[0, 0], 1, 2), Ok((0, true)));
+        assert_eq!(choose(&[0, 1, 0], 1, 3), Ok((1, false)));
+        for (ordinals, local_rank, local_size) in [(&[0, 1][..], 2, 3), (&[0, 1], 0, 3), (&[], 0, 1)] {
+            let message = choose(ordinals, local_rank, local_size).unwrap_err();
+            let part = format!("{local_size} processes on this host for {} GPUs", ordinals.len());
+            assert!(message.contains(&part), "{message}");
         }
     }
 }

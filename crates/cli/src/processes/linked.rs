@@ -1,19 +1,27 @@
 //! Ranks as processes over MPI: rank 0's part and the others', from joining the world to the last word of the
 //! process. Decides how a process ends: in order, all together, or at once when a rank is lost.
 
+#[cfg_attr(feature = "cuda", path = "cuda.rs")]
+#[cfg_attr(not(feature = "cuda"), path = "without_cuda.rs")]
+mod gpu;
+
 use super::Part;
 use crate::config::Config;
+use crate::devices::{self, ChosenGpu, Device};
 use crate::loading;
 use anyhow::{Context, Result, bail};
+use gpu::RankGpu;
 use pagemill_backend::{Backend, Collective, CpuBackend, CpuConfig};
-use pagemill_engine::{BuiltEngine, RankContext};
+use pagemill_engine::{BuiltEngine, EngineError, ParallelMode, RankContext};
 use pagemill_formats::Checkpoint;
 use pagemill_model::LoadProgress;
 use pagemill_mpi::leader::{Stop, Watch};
-use pagemill_mpi::{Follower, Invitation, Leader, MpiCollective, RankIdentity, Reception, Session, World};
+use pagemill_mpi::{
+    Follower, Gpu, Invitation, Leader, MpiCollective, ProcessError, RankIdentity, Reception, Session, World,
+};
 use sha2::{Digest, Sha256};
 use std::sync::atomic::AtomicBool;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 /// After a loss, a process that has not ended by itself for so long ends at once.
@@ -40,46 +48,110 @@ pub struct Following {
 struct Rank {
     /// Taken when MPI ends in order.
     session: Mutex<Option<Session>>,
-    collective: Arc<MpiCollective>,
+    way: Way,
     world: World,
+    mode: ParallelMode,
     /// Processes that share this one's cores.
     sharing: usize,
 }
 
+/// What a rank computes on, and how it reaches the others.
+enum Way {
+    /// Tensors go by MPI.
+    Cpu(Arc<MpiCollective>),
+    /// Tensors go by NCCL, which connects when all ranks have come in. Every wait ends when `ended` says why.
+    Gpu { gpu: ChosenGpu, ended: Arc<OnceLock<String>> },
+}
+
+/// A device that is open.
+enum Opened {
+    /// Connected by MPI from the start.
+    Cpu(RankContext),
+    /// Not connected yet. Its waits will end when `ended` says why.
+    Gpu { gpu: RankGpu, ended: Arc<OnceLock<String>> },
+}
+
 pub(super) fn join(world: World, config: &Config, rank_port: u16) -> Result<Part> {
     let session = Session::start(world)?;
-    let world = session.world();
-    let collective = Arc::new(session.collective(config.engine.parallel)?);
+    let (world, mode) = (session.world(), config.engine.parallel);
+    let way = match &config.device {
+        Device::Cpu => Way::Cpu(Arc::new(session.collective(mode)?)),
+        Device::Cuda(ordinals) => {
+            let gpu = devices::gpu_of_process(ordinals, world.local_rank, world.local_size)?;
+            Way::Gpu { gpu, ended: Arc::default() }
+        }
+    };
     let sharing = session.sharing();
+    let rank = |session| Rank { session: Mutex::new(Some(session)), way, world, mode, sharing };
     if world.rank == 0 {
         let reception = Reception::open(rank_port)?;
         session.invite(reception.invitation())?;
-        let rank = Rank { session: Mutex::new(Some(session)), collective, world, sharing };
-        let (stop, watch) = (Mutex::default(), Mutex::default());
+        let (rank, stop, watch) = (rank(session), Mutex::default(), Mutex::default());
         return Ok(Part::Leading(Leading { rank, reception: Mutex::new(Some(reception)), stop, watch }));
     }
     let invitation = session.invitation()?;
-    let rank = Rank { session: Mutex::new(Some(session)), collective, world, sharing };
-    Ok(Part::Following(Following { rank, invitation }))
+    Ok(Part::Following(Following { rank: rank(session), invitation }))
 }
 
 impl Rank {
-    /// Its device, its peers, and who it is.
-    fn open(&self, checkpoint: &Checkpoint, config: &Config) -> Result<(RankContext, RankIdentity, String)> {
-        let backend = CpuBackend::new(self.device(config.cpu)).context("starting the CPU device")?;
-        let info = backend.info();
-        let identity = RankIdentity {
-            rank: self.world.rank,
-            world_size: self.world.size,
-            fingerprint: fingerprint(checkpoint, config)?,
-            available_bytes: info.memory_available_bytes,
+    /// Its device, who it is, and what the device says about itself.
+    fn open(&self, checkpoint: &Checkpoint, config: &Config) -> Result<(Opened, RankIdentity, String)> {
+        let (opened, gpu, description) = match &self.way {
+            Way::Cpu(collective) => {
+                let backend = CpuBackend::new(self.device(config.cpu)).context("starting the CPU device")?;
+                let description = backend.info().description;
+                let collective: Arc<dyn Collective> = Arc::<MpiCollective>::clone(collective);
+                (Opened::Cpu(RankContext { backend: Arc::new(backend), collective }), None, description)
+            }
+            Way::Gpu { gpu: ChosenGpu { ordinal, is_shared }, ended } => {
+                let gpu = RankGpu::open(*ordinal, config)?;
+                let (identity, description) = (Gpu { uuid: gpu.uuid()?, is_shared: *is_shared }, gpu.description());
+                (Opened::Gpu { gpu, ended: Arc::clone(ended) }, Some(identity), description)
+            }
         };
-        let cx = RankContext { backend: Arc::new(backend), collective: self.collective() };
-        Ok((cx, identity, info.description))
+        let fingerprint = fingerprint(checkpoint, config)?;
+        let identity = RankIdentity { rank: self.world.rank, world_size: self.world.size, fingerprint, gpu };
+        Ok((opened, identity, description))
     }
 
-    fn collective(&self) -> Arc<dyn Collective> {
-        Arc::<MpiCollective>::clone(&self.collective)
+    /// Ends every wait of this rank for others, from now on.
+    fn abort(&self) -> Box<dyn Fn(&str) + Send + Sync> {
+        match &self.way {
+            Way::Cpu(collective) => {
+                let collective = Arc::clone(collective);
+                Box::new(move |reason| collective.abort(reason))
+            }
+            Way::Gpu { ended, .. } => {
+                let ended = Arc::clone(ended);
+                Box::new(move |reason| {
+                    ended.get_or_init(|| reason.to_owned());
+                })
+            }
+        }
+    }
+
+    /// Connects the device with those of the other ranks, all of which have come in.
+    fn connect(&self, opened: Opened) -> Result<RankContext, ProcessError> {
+        match opened {
+            Opened::Cpu(cx) => Ok(cx),
+            Opened::Gpu { gpu, ended } => {
+                let ids = self.share_ids(&|| ended.get().cloned())?;
+                Ok(gpu.connect(self.world.rank, self.mode, &ids, &ended).map_err(EngineError::from)?)
+            }
+        }
+    }
+
+    /// NCCL's ids, which rank 0 makes for all.
+    fn share_ids(&self, called_off: &dyn Fn() -> Option<String>) -> Result<Vec<u8>, ProcessError> {
+        let session = lock(&self.session);
+        let over = || ProcessError::Mpi { detail: "it has ended before GPUs were connected".into() };
+        let session = session.as_ref().ok_or_else(over)?;
+        if self.world.rank != 0 {
+            return session.ids(gpu::num_id_bytes(self.mode), called_off);
+        }
+        let ids = gpu::make_ids(self.mode).map_err(EngineError::from)?;
+        session.hand_out_ids(&ids, called_off)?;
+        Ok(ids)
     }
 
     /// `threads` counts one process's; without it the processes that share cores share them out.
@@ -90,9 +162,11 @@ impl Rank {
 
     /// Ends MPI in order, if all went in order.
     fn finish(&self) {
-        if self.collective.is_orderly()
-            && let Some(session) = lock(&self.session).take()
-        {
+        let is_orderly = match &self.way {
+            Way::Cpu(collective) => collective.is_orderly(),
+            Way::Gpu { ended, .. } => ended.get().is_none(),
+        };
+        if is_orderly && let Some(session) = lock(&self.session).take() {
             session.finish();
         }
     }
@@ -109,16 +183,16 @@ impl Leading {
         config: &Config,
         progress: &dyn Fn(LoadProgress),
     ) -> Result<(BuiltEngine, String)> {
-        let (cx, identity, description) = self.rank.open(checkpoint, config)?;
+        let (opened, identity, description) = self.rank.open(checkpoint, config)?;
         let reception = lock(&self.reception).take().context("the other ranks have been let in before")?;
-        let leader = Leader::admit(reception, identity, self.rank.collective())?;
+        let leader = Leader::admit(reception, &identity, self.rank.abort())?;
         let stop = leader.stop();
         end_when({
             let stop = stop.clone();
             move || stop.is_lost()
         })?;
         *lock(&self.stop) = Some(stop);
-        let (built, watch) = leader.build(checkpoint, &cx, &config.engine, progress)?;
+        let (built, watch) = leader.build(checkpoint, || self.rank.connect(opened), &config.engine, progress)?;
         *lock(&self.watch) = Some(watch);
         Ok((built, format!("{description} × {} processes", self.rank.world.size)))
     }
@@ -149,12 +223,12 @@ impl Following {
     pub fn run(self, model: &str, config: &Config) -> Result<()> {
         ignore_signals()?;
         let checkpoint = loading::open(model, config)?;
-        let (cx, identity, description) = self.rank.open(&checkpoint, config)?;
-        let follower = Follower::join(&self.invitation, identity, self.rank.collective())?;
+        let (opened, identity, description) = self.rank.open(&checkpoint, config)?;
+        let follower = Follower::join(&self.invitation, identity, self.rank.abort())?;
         let watch = follower.watch();
         end_when(move || watch.is_lost())?;
         eprintln!("rank {} of {} on {description}", self.rank.world.rank, self.rank.world.size);
-        follower.run(&checkpoint, &cx, &config.engine, &|_| {})?;
+        follower.run(&checkpoint, || self.rank.connect(opened), &config.engine, &|_| {})?;
         self.rank.finish();
         Ok(())
     }

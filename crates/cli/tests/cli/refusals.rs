@@ -266,4 +266,21 @@ fn a_launcher_that_started_something_else() {
         command.args(["serve", &model(), "--port", "0", "--tensor-parallel", "2"]).envs(variables.iter().copied());
         assert_refused(&finish(&mut command), &[part]);
     }
+    // What cannot join others must not run once for each.
+    let model = model();
+    let alone: &[&[&str]] = &[
+        &["chat", &model],
+        &["bench", "kernels", &model],
+        &["bench", "all-reduce"],
+        &["bench", "perplexity", &model, "--text", "a.txt"],
+        &["bench", "ranks", &model],
+        &["bench", "throughput", &model],
+        &["bench", "serve", &model],
+    ];
+    for arguments in alone {
+        let mut command = pagemill(cache.path());
+        command.args(*arguments).envs([("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")]);
+        let part = "keeps its ranks in one process, but a launcher started 2";
+        assert_refused(&finish(&mut command), &[part, &format!("pagemill {}", arguments[0])]);
+    }
 }

@@ -60,7 +60,7 @@ pub fn latency(args: LatencyArgs) -> Result<()> {
     let begun = Instant::now();
     let (file_model, engine, _) = args.shared.clone().merge(ServerSettings::default())?;
     let model = args.model.clone().or(file_model).unwrap_or_else(|| catalogue::DEFAULT.to_owned());
-    let mut config = crate::config::engine_config(engine)?;
+    let mut config = crate::config::engine_config_among(processes::count()?, engine)?;
     let largest = args.batch_size.iter().copied().max().unwrap_or(1);
     config.engine.max_batch_size.get_or_insert(largest);
     config.engine.prefix_cache = false;

@@ -14,6 +14,7 @@ mod serve;
 mod throughput;
 mod workload;
 
+use crate::processes;
 use anyhow::Result;
 use clap::{Args, Subcommand};
 
@@ -44,6 +45,16 @@ enum Bench {
 
 /// Runs one of them.
 pub fn bench(args: BenchArgs) -> Result<()> {
+    let alone = match args.bench {
+        // The one joins the other processes; of the other there may be many against one server.
+        Bench::Latency(_) | Bench::Serve(_) => None,
+        Bench::Throughput(_) => Some("bench throughput"),
+        Bench::Kernels(_) => Some("bench kernels"),
+        Bench::Ranks(_) => Some("bench ranks"),
+        Bench::AllReduce(_) => Some("bench all-reduce"),
+        Bench::Perplexity(_) => Some("bench perplexity"),
+    };
+    alone.map_or(Ok(()), processes::ensure_alone)?;
     match args.bench {
         Bench::Latency(args) => latency::latency(args),
         Bench::Throughput(args) => throughput::throughput(args),

@@ -3,7 +3,7 @@
 
 use super::http::Server;
 use crate::config::Config;
-use crate::{loading, models};
+use crate::{loading, models, processes};
 use anyhow::{Result, bail};
 use pagemill_engine::EngineHandle;
 use pagemill_server::{ModelFacts, RunningServer, ServedModel, ServerConfig, ServerState};
@@ -26,6 +26,7 @@ impl OwnServer {
     /// # Errors
     /// As loading and listening.
     pub fn start(model: &str, config: &Config) -> Result<Self> {
+        processes::ensure_alone("bench serve without --url")?;
         let loaded = loading::load_model(model, config, loading::Show::Nothing)?;
         let server_config = ServerConfig { host: "127.0.0.1".into(), port: 0, ..ServerConfig::default() };
         let listener = pagemill_server::bind(&server_config)?;
