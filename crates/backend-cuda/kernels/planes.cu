@@ -132,14 +132,17 @@ template <class To, int ITEMS> __device__ __forceinline__ void norm_planes(const
         pagemill::barrier_expect(&barrier, sizeof sums);
     }
     pagemill::announce_to_cluster();
+    pagemill::release_next_kernel(); // an exception that overlap.cuh names
     const uint32_t part = args.cols / PLANES_CLUSTER;
     const RowPlace place = {uint64_t(blockIdx.x / PLANES_CLUSTER) * args.cols, pagemill::cluster_rank() * part, part};
     float weight[ITEMS][4], v[ITEMS][4] = {}, residual[ITEMS][4];
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (place.has(i)) load_f32<4>(args.weight + place.column(i), weight[i]);
+#pragma unroll
+    for (int i = 0; i < ITEMS; ++i)
+        if (place.has(i) && threadIdx.x % 8 == 0) prefetch_line(args.residual + place.at(i));
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (place.has(i)) load_f32<4>(args.residual + place.at(i), residual[i]);

@@ -49,7 +49,8 @@ template <class Tx, class To, int N, bool ADD> __device__ __forceinline__ void n
 }
 
 // A row of at most 4 * ITEMS * blockDim.x columns, a multiple of 4, that stays in registers: everything it needs is
-// on its way at once, and the weights before the kernel in front is done.
+// on its way at once, and the weights before the kernel in front is done. The residual may be that kernel's to write,
+// but is as good as never: L2 has it by then.
 template <class Tx, class To, int ITEMS, bool ADD> __device__ __forceinline__ void norm_held(const NormArgs& args) {
     const size_t start = size_t(blockIdx.x) * args.cols;
     const Tx* x = static_cast<const Tx*>(args.x) + start;
@@ -60,8 +61,12 @@ template <class Tx, class To, int ITEMS, bool ADD> __device__ __forceinline__ vo
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (column(i) < args.cols) load_f32<4>(args.weight + column(i), weight[i]);
+    if (ADD) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (column(i) < args.cols && threadIdx.x % 8 == 0) prefetch_line(residual + column(i));
+    }
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (column(i) >= args.cols) continue;
@@ -94,12 +99,13 @@ template <class Tx, class To, bool ADD> __device__ __forceinline__ void norm_any
     if (held == 2) return norm_held<Tx, To, 2, ADD>(args);
     if (held <= 4) return norm_held<Tx, To, 4, ADD>(args);
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
     args.cols % 4 == 0 ? norm_row<Tx, To, 4, ADD>(args) : norm_row<Tx, To, 1, ADD>(args);
 }
 
-// What follows a norm reads nothing but weights before it waits.
+// Its successor begins at once, an exception that overlap.cuh names: a product has its first weights on their way while
+// the norm waits.
 template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
+    pagemill::release_next_kernel();
     args.residual != nullptr ? norm_any<Tx, To, true>(args) : norm_any<Tx, To, false>(args);
 }
 

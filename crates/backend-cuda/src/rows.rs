@@ -167,7 +167,7 @@ impl RowOps {
         let args = NormArgs { x: x.address, residual: residual.unwrap_or(0), weight, out: out.address, cols, eps };
         let function = self.rms_norm[x.elem as usize][out.elem as usize];
         // SAFETY: the struct is the kernel's; the op checked that every tensor has `rows x cols` elements of
-        // the type that picked the kernel, which waits first and lets its successor begin then.
+        // the type that picked the kernel, which reads nothing but weights before its wait.
         unsafe { self.device.launch_overlapped(function.0, (rows, 1), norm_threads(cols), 0, &args) }
     }
 
@@ -186,8 +186,8 @@ impl RowOps {
             NormPlanesArgs { planes: address, residual, weight, out: out_at, plane_stride, num_planes, cols, eps };
         let grid = (rows * PLANES_CLUSTER, 1);
         // SAFETY: the struct is the kernel's, whose clusters are a row each; the op checked that every tensor has
-        // `rows x cols` elements, as each plane has, of the type that picked the kernel, which waits first and lets
-        // its successor begin then.
+        // `rows x cols` elements, as each plane has, of the type that picked the kernel, which reads nothing but
+        // weights before its wait.
         unsafe { self.device.launch_overlapped(self.norm_planes[out.elem as usize].0, grid, threads, 0, &args) }
     }
 
