@@ -51,8 +51,8 @@ struct FourPlace {
 
 template <class T> __device__ __forceinline__ void sum_planes(const SumPlanesArgs& args) {
     T* out = static_cast<T*>(args.out);
+    pagemill::release_next_kernel(); // an exception that overlap.cuh names
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
     const uint64_t start = (uint64_t(blockIdx.x) * SUM_THREADS + threadIdx.x) * 4;
     if (args.count % 4 == 0) {
         float sum[1][4] = {}, residual[4] = {};

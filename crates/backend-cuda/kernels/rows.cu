@@ -1,6 +1,7 @@
 // Row-wise ops: norms, additions, activations, conversions, gathering. One block works on one row, or on a
 // stretch of elements where rows do not matter. Sums are taken in an order that depends on the row's length
-// alone, so a row's bits do not depend on the batch.
+// alone, so a row's bits do not depend on the batch. Their successors begin at once (overlap.cuh): a product has its
+// first weights on their way while the op in front of it still waits.
 #include "element.cuh"
 #include "overlap.cuh"
 
@@ -102,8 +103,6 @@ template <class Tx, class To, bool ADD> __device__ __forceinline__ void norm_any
     args.cols % 4 == 0 ? norm_row<Tx, To, 4, ADD>(args) : norm_row<Tx, To, 1, ADD>(args);
 }
 
-// Its successor begins at once, an exception that overlap.cuh names: a product has its first weights on their way while
-// the norm waits.
 template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
     pagemill::release_next_kernel();
     args.residual != nullptr ? norm_any<Tx, To, true>(args) : norm_any<Tx, To, false>(args);
@@ -133,8 +132,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     const Ty* y = static_cast<const Ty*>(args.y);
     To* out = static_cast<To*>(args.out);
-    pagemill::wait_for_previous_kernel();
     pagemill::release_next_kernel();
+    pagemill::wait_for_previous_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {
@@ -154,8 +153,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
 template <int N, class Tx, class To, class Op> __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     To* out = static_cast<To*>(args.out);
-    pagemill::wait_for_previous_kernel();
     pagemill::release_next_kernel();
+    pagemill::wait_for_previous_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {

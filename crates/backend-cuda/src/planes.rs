@@ -68,8 +68,7 @@ impl PlaneOps {
         let blocks =
             u32::try_from(blocks).map_err(|_| self.device.broken("planes of more elements than a launch takes"))?;
         // SAFETY: the struct is the kernel's; planes hold `count` elements each and `out` as many of the type that
-        // picked the kernel (`CudaBackend::hold_planes` checked both). It waits first and lets its successor begin
-        // then.
+        // picked the kernel (`CudaBackend::hold_planes` checked both). It waits before it reads one.
         unsafe { self.device.launch_overlapped(self.sum[out.elem as usize].0, (blocks, 1), SUM_THREADS, 0, &args) }
     }
 }

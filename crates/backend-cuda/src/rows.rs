@@ -197,7 +197,7 @@ impl RowOps {
         }
         let blocks = element_blocks(args.count, self.device.num_multiprocessors());
         // SAFETY: the struct is the kernel's; the op checked that every operand has `count` elements of the type
-        // that picked the kernel, which waits first and lets its successor begin then.
+        // that picked the kernel, which waits before it reads one.
         unsafe { self.device.launch_overlapped(function.0, (blocks, 1), ELEMENT_THREADS, 0, &args) }
     }
 
