@@ -28,6 +28,21 @@ template <class T, int N> struct alignas(sizeof(T) * N) Pack {
     T at[N];
 };
 
+// The store names its width: the compiler merges those of two branches element by element, two bytes each.
+template <class T, int N> __device__ __forceinline__ void store_pack(T* to, const Pack<T, N>& pack) {
+    constexpr int BYTES = sizeof(pack);
+    if constexpr (BYTES % 8 != 0) {
+        *reinterpret_cast<Pack<T, N>*>(to) = pack;
+    } else {
+        uint32_t w[BYTES / 4];
+        memcpy(w, &pack, BYTES);
+        if constexpr (BYTES == 8) asm volatile("st.global.v2.b32 [%0], {%1,%2};" ::"l"(to), "r"(w[0]), "r"(w[1]) : "memory");
+#pragma unroll
+        for (int i = 0; i < BYTES / 16; ++i)
+            asm volatile("st.global.v4.b32 [%0], {%1,%2,%3,%4};" ::"l"(reinterpret_cast<char*>(to) + i * 16), "r"(w[i * 4]), "r"(w[i * 4 + 1]), "r"(w[i * 4 + 2]), "r"(w[i * 4 + 3]) : "memory");
+    }
+}
+
 template <int N, class T> __device__ __forceinline__ void load_f32(const T* from, float (&to)[N]) {
     Pack<T, N> pack = *reinterpret_cast<const Pack<T, N>*>(from);
 #pragma unroll
@@ -38,8 +53,12 @@ template <int N, class T> __device__ __forceinline__ void store_f32(T* to, const
     Pack<T, N> pack;
 #pragma unroll
     for (int i = 0; i < N; ++i) pack.at[i] = from_f32<T>(from[i]);
-    *reinterpret_cast<Pack<T, N>*>(to) = pack;
+    store_pack(to, pack);
 }
+
+// Has L2 fetch the line of 128 bytes that `p` lies in, where all multiprocessors write too: safe
+// beside a kernel that still writes there.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll

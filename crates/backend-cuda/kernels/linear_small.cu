@@ -117,6 +117,8 @@ __device__ __forceinline__ void linear_small(const LinearParams& p) {
     };
     // A warp with no chunk of its own (few chunks, many warps) still takes part in the sums.
     const bool has_chunks = static_cast<uint32_t>(warp) < chunks;
+    // A warp with one chunk has the same elements of x in every tile, and keeps them.
+    const bool keeps_x = chunks <= WARPS;
     locate();
     if (has_chunks) {
 #pragma unroll
@@ -147,7 +149,7 @@ __device__ __forceinline__ void linear_small(const LinearParams& p) {
                     }
                 }
                 load_w(j);
-                load_x(j);
+                if (!keeps_x) load_x(j);
             }
             step();
         }

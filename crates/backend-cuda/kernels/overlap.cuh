@@ -1,7 +1,9 @@
 // Programmatic dependent launch: a kernel may begin while the one before it on the stream still runs. Every kernel
-// that is launched so waits before it reads what another one writes, and before it writes. It lets its successor
-// begin only behind that wait, so that what lies before the last but one is always done (heads on their way to the
-// pool are the exception: rope_kv.cu says why).
+// that is launched so waits before it reads what another one writes, and before it writes: before its wait it reads
+// weights, and what was there before the step (plans, block tables, keys of earlier steps). It lets its successor begin
+// behind that wait, so that no more than two kernels are there at once, but for row-wise ops (rows.cu, planes.cu) and
+// heads on their way to the pool (rope_kv.cu), which let it begin at once: they are over soon, and what follows them has
+// much to ask of memory meanwhile. Its own wait is for them, and theirs for what is in front of them.
 #pragma once
 
 namespace pagemill {

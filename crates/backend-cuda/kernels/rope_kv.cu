@@ -91,7 +91,8 @@ extern "C" __global__ void kv_write_bf16_f32(KvWriteArgs args) { write_token<bf1
 extern "C" __global__ void kv_write_bf16_f16(KvWriteArgs args) { write_token<bf16, f16>(args); }
 extern "C" __global__ void kv_write_bf16_bf16(KvWriteArgs args) { write_token<bf16, bf16>(args); }
 
-// Both of the above at once, with the norm of each head before: one warp for each head of q, k and v.
+// Both of the above at once, with the norm of each head before. Heads whose size is a power of two and which turn as a
+// whole have a kernel of their own, all others one warp for each head of q, k and v.
 #define HEAD_WARPS 8
 #define MAX_HEAD 512
 
@@ -112,6 +113,8 @@ struct HeadsArgs {
     uint32_t interleaved;
     float q_eps;
     float k_eps;
+    uint32_t num_tokens;
+    uint32_t token_warps_log2; // of `heads_in_halves`
 };
 
 // Element `e` of a head after the rotation.
@@ -241,10 +244,144 @@ template <class T, class Kv, int N> __device__ __forceinline__ void heads_by_lan
     }
 }
 
-// Its successor begins before the kernel in front is done, an exception to the rule in overlap.cuh: decode attention
+// Units of heads whose elements a warp has on their way together.
+#define UNITS_AT_ONCE 3
+
+// Four neighbouring elements of a head's lower half, and those pairs further on.
+template <class T> struct HeadPart {
+    Pack<T, 4> low, high;
+};
+
+template <class To, class T> __device__ __forceinline__ void store_part(To* to, uint32_t pairs, const HeadPart<T>& part) {
+    float low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) low[i] = to_f32(part.low.at[i]), high[i] = to_f32(part.high.at[i]);
+    store_f32<4>(to, low);
+    store_f32<4>(to + pairs, high);
+}
+template <class T> __device__ __forceinline__ void store_part(T* to, uint32_t pairs, const HeadPart<T>& part) {
+    store_pack(to, part.low);
+    store_pack(to + pairs, part.high);
+}
+
+// The norm of a head that `lanes` lanes hold; squares are added and products rounded as the ops one by one would.
+template <class T>
+__device__ __forceinline__ void norm_part(HeadPart<T>& part, uint32_t lanes, const float* weight, uint32_t pairs, float eps) {
+    float low[4], high[4], w_low[4], w_high[4], sum = 0.0f, sum_high = 0.0f;
+    if (weight != nullptr) load_f32<4>(weight, w_low), load_f32<4>(weight + pairs, w_high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        low[i] = to_f32(part.low.at[i]), high[i] = to_f32(part.high.at[i]);
+        sum += low[i] * low[i], sum_high += high[i] * high[i];
+    }
+    sum += sum_high;
+    for (uint32_t step = lanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    if (weight == nullptr) return;
+    const float inverse_rms = 1.0f / sqrtf(sum / float(2 * pairs) + eps);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        part.low.at[i] = from_f32<T>(low[i] * inverse_rms * w_low[i]);
+        part.high.at[i] = from_f32<T>(high[i] * inverse_rms * w_high[i]);
+    }
+}
+
+template <class T, bool INTERLEAVED>
+__device__ __forceinline__ void turn_part(HeadPart<T>& part, const float (&cosine)[4], const float (&sine)[4]) {
+    float low[4], high[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) low[i] = to_f32(part.low.at[i]), high[i] = to_f32(part.high.at[i]);
+    if (INTERLEAVED) {
+#pragma unroll
+        for (int i = 0; i < 4; i += 2) {
+            const float c = cosine[i / 2], s = sine[i / 2], c_high = cosine[2 + i / 2], s_high = sine[2 + i / 2];
+            part.low.at[i] = from_f32<T>(low[i] * c - low[i + 1] * s);
+            part.low.at[i + 1] = from_f32<T>(low[i + 1] * c + low[i] * s);
+            part.high.at[i] = from_f32<T>(high[i] * c_high - high[i + 1] * s_high);
+            part.high.at[i + 1] = from_f32<T>(high[i + 1] * c_high + high[i] * s_high);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            part.low.at[i] = from_f32<T>(low[i] * cosine[i] - high[i] * sine[i]);
+            part.high.at[i] = from_f32<T>(high[i] * cosine[i] + low[i] * sine[i]);
+        }
+    }
+}
+
+// Heads of 2 * pairs elements, 8, 16, … or 256. A lane has four elements of a head's lower half and the four that are
+// pairs away, so that pairs are at home in either style; a warp has a unit of several heads, and the elements of several
+// units on their way before it computes. At many tokens instructions bound such kernels, not bytes on their way:
+// `heads_by_lane`, which computes each pair twice, takes 50 us for 4,096 tokens whether a warp has one head on its way,
+// three or six; this takes 28.
+template <class T, class Kv, bool NORMED, bool INTERLEAVED>
+__device__ __forceinline__ void heads_in_halves(const HeadsArgs& args) {
+    pagemill::release_next_kernel();
+    const uint32_t warp = blockIdx.x * HEAD_WARPS + threadIdx.x / 32, lane = threadIdx.x % 32;
+    const size_t token = warp >> args.token_warps_log2;
+    if (token >= args.num_tokens) return;
+    const uint32_t pairs = args.pairs, e_count = 2 * pairs, lanes = pairs / 4, lanes_log2 = 31 - __clz(lanes), unit_heads = 32 >> lanes_log2;
+    const uint32_t token_warps = 1u << args.token_warps_log2, own = warp & (token_warps - 1), e = (lane & (lanes - 1)) * 4;
+    const uint32_t h_count = args.num_heads, k_count = args.num_kv_heads, all = h_count + 2 * k_count;
+    T* const q = static_cast<T*>(args.q) + token * h_count * e_count + e;
+    const T* const k = static_cast<const T*>(args.k) + token * k_count * e_count + e;
+    const T* const v = static_cast<const T*>(args.v) + token * k_count * e_count + e;
+    pagemill::wait_for_previous_kernel();
+    const uint32_t slot = args.slots[token];
+    float cosine[4], sine[4];
+    const float* angles = args.angles + token * e_count;
+    if (INTERLEAVED) {
+        float part[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            load_f32<2>(angles + (e + half * pairs) / 2, part);
+            cosine[2 * half] = part[0], cosine[2 * half + 1] = part[1];
+            load_f32<2>(angles + pairs + (e + half * pairs) / 2, part);
+            sine[2 * half] = part[0], sine[2 * half + 1] = part[1];
+        }
+    } else {
+        load_f32<4>(angles + e, cosine);
+        load_f32<4>(angles + pairs + e, sine);
+    }
+    // Elements between two heads of a block of the pool, where V's heads follow K's.
+    const uint32_t head_stride = args.block_size * e_count;
+    Kv* const place = static_cast<Kv*>(args.pool) + size_t(slot / args.block_size) * (2 * k_count) * head_stride +
+                      slot % args.block_size * e_count + e;
+    for (uint32_t first = own; first * unit_heads < all; first += UNITS_AT_ONCE * token_warps) {
+        HeadPart<T> parts[UNITS_AT_ONCE];
+#pragma unroll
+        for (int u = 0; u < UNITS_AT_ONCE; ++u) {
+            const uint32_t h = (first + u * token_warps) * unit_heads + (lane >> lanes_log2);
+            const T* from = h < h_count             ? q + h * e_count
+                            : h < h_count + k_count ? k + (h - h_count) * e_count
+                                                    : v + (h - h_count - k_count) * e_count;
+            if (h >= all) continue;
+            parts[u].low = *reinterpret_cast<const Pack<T, 4>*>(from);
+            parts[u].high = *reinterpret_cast<const Pack<T, 4>*>(from + pairs);
+        }
+#pragma unroll
+        for (int u = 0; u < UNITS_AT_ONCE; ++u) {
+            const uint32_t h = (first + u * token_warps) * unit_heads + (lane >> lanes_log2);
+            const bool is_q = h < h_count, is_k = !is_q && h < h_count + k_count;
+            if (NORMED) {
+                const float* weight = is_q ? args.q_norm : is_k ? args.k_norm : nullptr;
+                if (weight != nullptr) weight += e;
+                norm_part(parts[u], lanes, weight, pairs, is_q ? args.q_eps : args.k_eps);
+            }
+            if (h >= all) continue;
+            if (is_q || is_k) turn_part<T, INTERLEAVED>(parts[u], cosine, sine);
+            if (is_q) {
+                store_part(q + h * e_count, pairs, parts[u]);
+            } else {
+                store_part(place + size_t(h - h_count) * head_stride, pairs, parts[u]);
+            }
+        }
+    }
+}
+
+// Their successor begins before the kernel in front is done, an exception to the rule in overlap.cuh: decode attention
 // reads plans, tables and keys of earlier steps before its wait, which no kernel of this step writes, and its wait is
 // for this kernel, which ends behind the one in front.
-template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const HeadsArgs& args) {
+template <class T, class Kv> __device__ __forceinline__ void heads_any(const HeadsArgs& args) {
     const auto fits = [&](uint32_t n) {
         return args.head_dim <= 32 * n && args.head_dim % n == 0 && (args.interleaved || args.pairs % n == 0);
     };
@@ -253,13 +390,20 @@ template <class T, class Kv> __device__ __forceinline__ void heads_to_pool(const
     heads_by_element<T, Kv>(args);
 }
 
-#define HEADS_KERNEL(name, T, Kv)                                                                                   \
-    extern "C" __global__ void __launch_bounds__(HEAD_WARPS * 32) heads_##name(const __grid_constant__ HeadsArgs args) { \
-        heads_to_pool<T, Kv>(args);                                                                                 \
+#define HALVES_KERNEL(name, T, Kv, NORMED)                                                                          \
+    extern "C" __global__ void __launch_bounds__(HEAD_WARPS * 32, 4)                                    \
+        heads_##name(const __grid_constant__ HeadsArgs args) {                                                      \
+        args.interleaved ? heads_in_halves<T, Kv, NORMED, true>(args) : heads_in_halves<T, Kv, NORMED, false>(args); \
     }
-HEADS_KERNEL(f32_f32, float, float)
-HEADS_KERNEL(f32_f16, float, f16)
-HEADS_KERNEL(f32_bf16, float, bf16)
-HEADS_KERNEL(bf16_f32, bf16, float)
-HEADS_KERNEL(bf16_f16, bf16, f16)
-HEADS_KERNEL(bf16_bf16, bf16, bf16)
+#define HEADS_KERNELS(types, T, Kv)                                                                                 \
+    HALVES_KERNEL(in_halves_##types, T, Kv, false)                                                                  \
+    HALVES_KERNEL(normed_in_halves_##types, T, Kv, true)                                                            \
+    extern "C" __global__ void __launch_bounds__(HEAD_WARPS * 32) heads_##types(const __grid_constant__ HeadsArgs args) { \
+        heads_any<T, Kv>(args);                                                                                     \
+    }
+HEADS_KERNELS(f32_f32, float, float)
+HEADS_KERNELS(f32_f16, float, f16)
+HEADS_KERNELS(f32_bf16, float, bf16)
+HEADS_KERNELS(bf16_f32, bf16, float)
+HEADS_KERNELS(bf16_f16, bf16, f16)
+HEADS_KERNELS(bf16_bf16, bf16, bf16)

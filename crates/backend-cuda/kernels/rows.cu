@@ -1,6 +1,7 @@
 // Row-wise ops: norms, additions, activations, conversions, gathering. One block works on one row, or on a
 // stretch of elements where rows do not matter. Sums are taken in an order that depends on the row's length
-// alone, so a row's bits do not depend on the batch.
+// alone, so a row's bits do not depend on the batch. Their successors begin at once (overlap.cuh): a product has its
+// first weights on their way while the op in front of it still waits.
 #include "element.cuh"
 #include "overlap.cuh"
 
@@ -49,7 +50,8 @@ template <class Tx, class To, int N, bool ADD> __device__ __forceinline__ void n
 }
 
 // A row of at most 4 * ITEMS * blockDim.x columns, a multiple of 4, that stays in registers: everything it needs is
-// on its way at once, and the weights before the kernel in front is done.
+// on its way at once, and the weights before the kernel in front is done. The residual may be that kernel's to write,
+// but is as good as never: L2 has it by then.
 template <class Tx, class To, int ITEMS, bool ADD> __device__ __forceinline__ void norm_held(const NormArgs& args) {
     const size_t start = size_t(blockIdx.x) * args.cols;
     const Tx* x = static_cast<const Tx*>(args.x) + start;
@@ -60,8 +62,12 @@ template <class Tx, class To, int ITEMS, bool ADD> __device__ __forceinline__ vo
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (column(i) < args.cols) load_f32<4>(args.weight + column(i), weight[i]);
+    if (ADD) {
+#pragma unroll
+        for (int i = 0; i < ITEMS; ++i)
+            if (column(i) < args.cols && threadIdx.x % 8 == 0) prefetch_line(residual + column(i));
+    }
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {
         if (column(i) >= args.cols) continue;
@@ -94,12 +100,11 @@ template <class Tx, class To, bool ADD> __device__ __forceinline__ void norm_any
     if (held == 2) return norm_held<Tx, To, 2, ADD>(args);
     if (held <= 4) return norm_held<Tx, To, 4, ADD>(args);
     pagemill::wait_for_previous_kernel();
-    pagemill::release_next_kernel();
     args.cols % 4 == 0 ? norm_row<Tx, To, 4, ADD>(args) : norm_row<Tx, To, 1, ADD>(args);
 }
 
-// What follows a norm reads nothing but weights before it waits.
 template <class Tx, class To> __device__ __forceinline__ void norm(const NormArgs& args) {
+    pagemill::release_next_kernel();
     args.residual != nullptr ? norm_any<Tx, To, true>(args) : norm_any<Tx, To, false>(args);
 }
 
@@ -127,8 +132,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     const Ty* y = static_cast<const Ty*>(args.y);
     To* out = static_cast<To*>(args.out);
-    pagemill::wait_for_previous_kernel();
     pagemill::release_next_kernel();
+    pagemill::wait_for_previous_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {
@@ -148,8 +153,8 @@ __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
 template <int N, class Tx, class To, class Op> __device__ __forceinline__ void each(const ElementArgs& args, Op op) {
     const Tx* x = static_cast<const Tx*>(args.x);
     To* out = static_cast<To*>(args.out);
-    pagemill::wait_for_previous_kernel();
     pagemill::release_next_kernel();
+    pagemill::wait_for_previous_kernel();
     const uint64_t first = uint64_t(blockIdx.x) * blockDim.x + threadIdx.x, stride = uint64_t(gridDim.x) * blockDim.x;
     const uint64_t packs = args.count / N;
     for (uint64_t i = first; i < packs; i += stride) {

@@ -7,6 +7,7 @@
 
 mod rope_kv;
 
+use rope_kv::HeadsKernels;
 pub(crate) use rope_kv::HeadsTask;
 
 use crate::batch::CudaBatch;
@@ -143,7 +144,7 @@ pub(crate) struct AttentionOps {
     rope_angles: Function,
     angles: Mutex<AngleTables>,
     kv_write: ByElemAndKv,
-    heads: ByElemAndKv,
+    heads: HeadsKernels,
     plain: ByElemAndKv,
     decode: Vec<(DecodeVariant, Function)>,
     prefill: Vec<(PrefillVariant, Function)>,
@@ -210,7 +211,7 @@ impl AttentionOps {
             rope_angles: Function(kernels.get("rope_angles")?),
             angles: Mutex::default(),
             kv_write: by_elem_and_kv(kernels, "kv_write")?,
-            heads: by_elem_and_kv(kernels, "heads")?,
+            heads: HeadsKernels::new(kernels)?,
             plain: by_elem_and_kv(kernels, "attention_plain")?,
             decode: DecodeVariant::all(is_hopper)
                 .into_iter()

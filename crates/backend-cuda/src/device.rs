@@ -324,8 +324,8 @@ impl Device {
     /// graph keeps the edge as it is.
     ///
     /// # Safety
-    /// As for [`Self::launch`]. The kernel reads nothing that another kernel writes, and writes nothing, before its
-    /// `griddepcontrol.wait`; if it lets its successor begin, then only behind that wait.
+    /// As for [`Self::launch`]. Before its `griddepcontrol.wait` the kernel writes nothing, and reads nothing that
+    /// another kernel of the step writes: the kernel in front, and what lies before it, may still run.
     pub(crate) unsafe fn launch_overlapped<A: Copy>(
         &self,
         function: sys::CUfunction,

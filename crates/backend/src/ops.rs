@@ -10,6 +10,8 @@
 //! - A fused op ([`Backend::fused_linear`], [`Backend::rope_kv_write`]) gives the bits that the plain ops give one
 //!   after the other: [`composed`](crate::composed) says which, and is what a backend runs that does not fuse.
 //!   Only [`Backend::gated_mlp`] may leave out roundings to an activation's type on the way.
+//! - A product's result may stay in parts until it is read: added to a residual it is then not rounded to its type
+//!   first; every other reader finds it rounded.
 
 use crate::sampling::{RowOutcome, RowTask};
 use crate::{

@@ -1,7 +1,8 @@
-// Times of a decode step's small kernels as the engine launches them: norms, heads to the pool, decode attention, and
-// the chain of them, in a replayed graph with programmatic dependent launch. 8B Llama shape.
+// Times of a decode step's small kernels as the engine launches them: norms (of elements and of planes), heads to the
+// pool, decode attention, and the chain of them, in a replayed graph with programmatic dependent launch. 8B Llama shape.
 // Build: nvcc -std=c++17 -O3 --expt-relaxed-constexpr -I.. -gencode=arch=compute_90a,code=sm_90a attention_step_bench.cu
 #include "rows.cu"
+#include "planes.cu"
 #include "rope_kv.cu"
 #define DECODE_ONLY_128
 #include "attention_decode.cu"
@@ -54,10 +55,15 @@ struct Step {
     void norm(cudaStream_t st, int layer, int threads) const {
         launch(rms_norm_bf16_bf16, dim3(rows), dim3(threads), 0, st, true, NormArgs{x.ptr, residual.ptr, weight.ptr + layer % LAYERS * COLS, out.ptr, COLS, 1e-5f});
     }
-    void heads(cudaStream_t st, int across = 0) const {
-        if (across == 0) across = std::min((264 + rows - 1) / rows, (H + 2 * K) / HEAD_WARPS);
-        launch(heads_bf16_bf16, dim3(rows, across), dim3(HEAD_WARPS * 32), 0, st, true,
-               HeadsArgs{q.ptr, kv.ptr, kv.ptr, nullptr, nullptr, angles.ptr, slots.ptr, pool.ptr, H, K, E, B, E / 2, 1, 0, 0});
+    /// With 2^`warps_log2` warps a token; as the host has it where that is negative.
+    void heads(cudaStream_t st, int warps_log2 = -1) const {
+        if (warps_log2 < 0) warps_log2 = rows <= 128 ? 5 : rows <= 256 ? 4 : rows <= 1024 ? 3 : 2;
+        launch(heads_in_halves_bf16_bf16, dim3(((rows << warps_log2) + HEAD_WARPS - 1) / HEAD_WARPS), dim3(HEAD_WARPS * 32), 0, st, true,
+               HeadsArgs{q.ptr, kv.ptr, kv.ptr, nullptr, nullptr, angles.ptr, slots.ptr, pool.ptr, H, K, E, B, E / 2, 0, 0, 0, uint32_t(rows), uint32_t(warps_log2)});
+    }
+    void norm_of_planes(cudaStream_t st, const float* planes, uint32_t count) const {
+        launch(norm_planes_bf16, dim3(rows * PLANES_CLUSTER), dim3(512), 0, st, true,
+               NormPlanesArgs{planes, residual.ptr, weight.ptr, out.ptr, uint64_t(rows) * COLS, count, COLS, 1e-5f});
     }
 };
 
@@ -88,6 +94,10 @@ int main() {
         Step s(rows, 200, sms, FORMS[0]);
         printf("norm %d rows: %.2f us\n", rows, graph_time_us(256, [&](cudaStream_t st, int i) { s.norm(st, i, 512); }));
         printf("heads %d rows: %.2f us\n", rows, graph_time_us(256, [&](cudaStream_t st, int) { s.heads(st); }));
+        Buffer<float> planes(size_t(8) * rows * COLS);
+        planes.fill(9, 1);
+        for (int count : {2, 4, 8})
+            printf("norm of %d planes, %d rows: %.2f us\n", count, rows, graph_time_us(256, [&](cudaStream_t st, int) { s.norm_of_planes(st, planes.ptr, count); }));
     }
     printf("microseconds: attention; heads and attention; norm, heads, attention, norm\n");
     for (int rows : {1, 2, 3, 4, 8, 9, 16})
@@ -101,9 +111,9 @@ int main() {
                     graph_time_us(64, [&](cudaStream_t st, int i) { s.norm(st, i, 512), s.heads(st), attention(s, scratch, st), s.norm(st, i, 512); });
                 printf("%3d x %4u %-6s %6.2f %6.2f %6.2f\n", rows, len, form.name, alone, pair, chain);
             }
-    for (int rows : {512, 2048}) {
+    for (int rows : {512, 2048, 8192}) {
         Step s(rows, 16, sms, FORMS[0]);
-        for (int across : {1, 2}) printf("heads %d rows, across %d: %.2f us\n", rows, across, graph_time_us(64, [&](cudaStream_t st, int) { s.heads(st, across); }));
+        for (int log2 : {2, 3, 5}) printf("heads %d rows, %d warps a token: %.2f us\n", rows, 1 << log2, graph_time_us(64, [&](cudaStream_t st, int) { s.heads(st, log2); }));
         for (int threads : {256, 512}) printf("norm %d rows, %d threads: %.2f us\n", rows, threads, graph_time_us(64, [&](cudaStream_t st, int i) { s.norm(st, i, threads); }));
     }
     return 0;

@@ -492,13 +492,24 @@ fn a_long_sequence_in_chunks_and_its_last_token_alone() {
 /// The fused way of heads to attention against the CPU's ops one by one, norms and all.
 #[test]
 fn heads_are_normed_turned_and_written() {
-    let shapes = [(9, 3, 64, 32), (4, 1, 256, 128), (14, 2, 32, 8), (5, 1, 20, 10), (2, 1, 512, 256)];
+    // The last has more heads a token than warps, once it has many tokens.
+    let shapes = [
+        (9, 3, 64, 32),
+        (4, 1, 256, 128),
+        (14, 2, 32, 8),
+        (5, 1, 20, 10),
+        (2, 1, 512, 256),
+        (1, 1, 128, 64),
+        (37, 1, 128, 64),
+    ];
     for activations in ACTIVATIONS {
         let Some(gpu) = gpu(activations) else { return };
         let cpu = scalar();
         for (nth, (heads, kv_heads, head_dim, pairs)) in shapes.into_iter().enumerate() {
             let shape = Shape { heads, kv_heads, head_dim, window: None, block_size: 16, extras: NO_EXTRAS };
-            let (seqs, blocks) = sequences(shape, &[17, 70], activations, DType::F32);
+            let long = if heads > 30 { 283 } else { 70 };
+            let num_tokens = 17 + long;
+            let (seqs, blocks) = sequences(shape, &[17, long], activations, DType::F32);
             let style = if nth % 2 == 0 { RopeStyle::Half } else { RopeStyle::Interleaved };
             let inv_freq = (0..pairs).map(|i| 0.5_f32.powi(i / 4)).collect();
             let table = RopeTable { inv_freq, magnitude: 1.1, style };
@@ -506,19 +517,19 @@ fn heads_are_normed_turned_and_written() {
             for normed in [false, true] {
                 let run = |backend: &dyn Backend| {
                     let mut pool = pool(backend, shape, blocks, DType::F32);
-                    let (layout, q, k, v) = packed(shape, &seqs, &[(1, 0, 70), (0, 0, 17)]);
+                    let (layout, q, k, v) = packed(shape, &seqs, &[(1, 0, long), (0, 0, 17)]);
                     let batch = backend.upload_batch(layout, pool.spec()).unwrap();
                     let weight = backend.load_vector("norm", &weight).unwrap();
                     let norm = normed.then_some(Norm { weight: &weight, eps: 1e-6 });
                     let transform = HeadTransform { q_norm: norm, k_norm: norm, rope: &table };
                     let (q_cols, kv_cols) = (heads * head_dim, kv_heads * head_dim);
                     let qkv = Qkv {
-                        q: activation(backend, 87, q_cols, &q),
-                        k: activation(backend, 87, kv_cols, &k),
-                        v: activation(backend, 87, kv_cols, &v),
+                        q: activation(backend, num_tokens, q_cols, &q),
+                        k: activation(backend, num_tokens, kv_cols, &k),
+                        v: activation(backend, num_tokens, kv_cols, &v),
                     };
                     let q = backend.rope_kv_write(qkv, &transform, &shape.params(backend), &batch, &mut pool).unwrap();
-                    let mut out = poisoned(backend, 87, q_cols);
+                    let mut out = poisoned(backend, num_tokens, q_cols);
                     backend.attention(&q, &shape.params(backend), &batch, &pool, &mut out).unwrap();
                     (host(backend, &q), host(backend, &out))
                 };

@@ -10,6 +10,7 @@ mod linear;
 mod linear_big;
 mod linear_mid;
 mod loading;
+mod planes;
 mod quantised;
 mod rows;
 mod sampling;
