@@ -27,6 +27,7 @@ namespace pagemill {
 
 constexpr int MID_PARTS = 3;
 constexpr int PANEL_BYTES = 128; // of a row
+constexpr int CUT_PANELS = 4;    // C is cut at multiples of so many
 constexpr int MAX_SLOTS = 16;    // of a ring
 constexpr int FEEDERS = 64;      // threads: a warp for weights, a warp for x
 
@@ -49,7 +50,7 @@ struct LinearMidParams {
     uint32_t num_shares;            // of all parts, and of none: a multiple of the cluster's thread blocks
     uint32_t num_passes;            // of a share
     uint32_t num_planes;            // ranges of C
-    uint32_t num_pairs;             // of panels of C: where it may be cut
+    uint32_t num_panels;            // of C
     uint32_t tile_rows;             // rows that a panel of weights has room for: a multiple of 8; gated: of each of both
     uint32_t w_slots;               // 2 ..= MAX_SLOTS
     uint32_t x_slots;
@@ -61,12 +62,13 @@ static_assert(sizeof(LinearMidPart) == 32 && sizeof(LinearMidParams) == 768, "sr
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
 /// How a kernel is compiled: warpgroups that multiply, the tiles of each, and thread blocks that share x.
-template <class ELEMENT, int COLUMNS_, int WARPGROUPS_, int TILES_, int PANELS_, int CLUSTER_, bool GATED_> struct MidForm {
+template <class ELEMENT, int COLUMNS_, int WARPGROUPS_, int TILES_, int PANELS_, int CLUSTER_, int PENDING_, bool GATED_> struct MidForm {
     using T = ELEMENT;
-    static constexpr int COLUMNS = COLUMNS_, WARPGROUPS = WARPGROUPS_, TILES = TILES_, PANELS = PANELS_, CLUSTER = CLUSTER_;
+    static constexpr int COLUMNS = COLUMNS_, WARPGROUPS = WARPGROUPS_, TILES = TILES_, PANELS = PANELS_, CLUSTER = CLUSTER_, PENDING = PENDING_;
     static constexpr bool GATED = GATED_;
     static constexpr int X_BYTES = COLUMNS * PANEL_BYTES; // of a panel, of which a stage has PANELS
     static constexpr int BOXES = GATED ? 2 : 1;           // of weights, a panel
+    static_assert(CUT_PANELS % PANELS == 0, "no stage lies across a cut");
     static_assert(!GATED || TILES == 2, "a tile of the gate and one of up");
     static_assert(COLUMNS / CLUSTER >= 8, "a box of x begins at a multiple of 8 rows");
 };
@@ -86,13 +88,16 @@ struct RingPlace {
 /// What a thread block works on: a share of a part's rows, panels [panel, panel_end) of C.
 struct MidWork {
     uint32_t part, share, plane, panel, panel_end;
-    __device__ __forceinline__ explicit MidWork(const LinearMidParams& p) {
-        share = blockIdx.x % p.num_shares, plane = blockIdx.x / p.num_shares;
-        panel = 2 * (plane * p.num_pairs / p.num_planes), panel_end = 2 * ((plane + 1) * p.num_pairs / p.num_planes);
-        part = 0;
+    /// C is cut where every form's stages end. Panels behind C are zeros.
+    template <class F> __device__ __forceinline__ static MidWork of(const LinearMidParams& p) {
+        MidWork work = {0, blockIdx.x % p.num_shares, blockIdx.x / p.num_shares, 0, 0};
+        const uint32_t cuts = (p.num_panels + CUT_PANELS - 1) / CUT_PANELS, whole = (p.num_panels + F::PANELS - 1) / F::PANELS * F::PANELS;
+        work.panel = min(work.plane * cuts / p.num_planes * CUT_PANELS, whole);
+        work.panel_end = min((work.plane + 1) * cuts / p.num_planes * CUT_PANELS, whole);
 #pragma unroll
-        for (int i = 0; i + 1 < MID_PARTS; ++i)
-            if (part == i && share >= p.parts[i].num_shares && p.parts[i + 1].num_shares > 0) share -= p.parts[i].num_shares, ++part;
+        for (uint32_t i = 0; i + 1 < MID_PARTS; ++i)
+            if (work.part == i && work.share >= p.parts[i].num_shares && p.parts[i + 1].num_shares > 0) work.share -= p.parts[i].num_shares, ++work.part;
+        return work;
     }
     /// The first row of a pass, even; behind the last pass, and behind the last share, N.
     __device__ __forceinline__ uint32_t first_row(const LinearMidParams& p, uint32_t pass) const {
@@ -245,12 +250,20 @@ template <class F> __device__ __forceinline__ void multiply(const LinearMidParam
     const uint32_t x_empty = F::CLUSTER == 1 ? 0 : address_at(bars.x_empty, lane % F::CLUSTER);
     const uint32_t told = stages > p.x_slots ? stages - p.x_slots : 0;
 
-    RingPlace w, x;
-    uint32_t stage = 0;
+    RingPlace w, x, w_read, x_read;
+    uint32_t stages_read = 0;
+    auto give_back = [&] {
+        if (lane == 0) barrier_arrive(&bars.w_empty[w_read.slot]);
+        if (lane < F::CLUSTER && stages_read < told) {
+            if constexpr (F::CLUSTER == 1) barrier_arrive(&bars.x_empty[x_read.slot]);
+            else barrier_arrive_at(x_empty + x_read.slot * 8);
+        }
+        w_read.advance(p.w_slots), x_read.advance(p.x_slots), ++stages_read;
+    };
     for (uint32_t pass = 0; pass < p.num_passes; ++pass) {
         float d[F::TILES][F::COLUMNS / 2] = {};
 #pragma unroll 1
-        for (uint32_t panel = work.panel; panel < work.panel_end; panel += F::PANELS, ++stage) {
+        for (uint32_t panel = work.panel; panel < work.panel_end; panel += F::PANELS) {
             const uint32_t w_offset = w.slot * F::PANELS * panel_bytes >> 4, x_offset = x.slot * F::PANELS * F::X_BYTES >> 4;
             barrier_wait(&bars.w_full[w.slot], w.parity);
             barrier_wait(&bars.x_full[x.slot], x.parity);
@@ -264,14 +277,13 @@ template <class F> __device__ __forceinline__ void multiply(const LinearMidParam
                     for (int t = 0; t < F::TILES; ++t) wgmma_ss<typename F::T, F::COLUMNS>(d[t], w_first[t] + (w_at + k * 2), x_first + (x_at + k * 2), 1);
             }
             wgmma_commit();
-            // At once, and not when the next stage has come: it is memory that the stage is wanted for.
-            wgmma_wait<0>();
-            if (lane == 0) barrier_arrive(&bars.w_empty[w.slot]);
-            if (lane < F::CLUSTER && stage < told) {
-                if constexpr (F::CLUSTER == 1) barrier_arrive(&bars.x_empty[x.slot]);
-                else barrier_arrive_at(x_empty + x.slot * 8);
-            }
+            wgmma_wait<F::PENDING>();
+            if (F::PENDING == 0 || panel != work.panel) give_back();
             w.advance(p.w_slots), x.advance(p.x_slots);
+        }
+        if constexpr (F::PENDING > 0) {
+            wgmma_wait<0>();
+            if (work.panel != work.panel_end) give_back();
         }
         const uint32_t row = work.first_row(p, pass), row_end = work.first_row(p, pass + 1);
 #pragma unroll
@@ -301,7 +313,7 @@ template <class F> __device__ __forceinline__ void linear_mid(const LinearMidPar
     if constexpr (F::CLUSTER > 1) announce_to_cluster();
     else fence_barrier_init();
     __syncthreads();
-    const MidWork work(p);
+    const MidWork work = MidWork::of<F>(p);
     if (threadIdx.x < MULTIPLIERS) {
         if constexpr (F::CLUSTER > 1) await_cluster();
         wait_for_previous_kernel();
@@ -320,7 +332,7 @@ template <class F> __device__ __forceinline__ void linear_mid(const LinearMidPar
 
 #else
 
-template <class ELEMENT, int COLUMNS, int WARPGROUPS, int TILES, int PANELS, int CLUSTER, bool GATED> struct MidForm {};
+template <class ELEMENT, int COLUMNS, int WARPGROUPS, int TILES, int PANELS, int CLUSTER, int PENDING, bool GATED> struct MidForm {};
 template <class F> __device__ __forceinline__ void linear_mid(const LinearMidParams&) {}
 
 #endif
@@ -332,15 +344,15 @@ template <class F> __device__ __forceinline__ void linear_mid(const LinearMidPar
 #else
 #define MID_CLUSTER(CLUSTER)
 #endif
-#define LINEAR_MID_KERNEL(name, T, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, GATED)                                           \
+#define LINEAR_MID_KERNEL(name, T, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, PENDING, GATED)                                           \
     extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + pagemill::FEEDERS, 1) MID_CLUSTER(CLUSTER)           \
         linear_mid_##name(const __grid_constant__ pagemill::LinearMidParams p) {                                         \
-        pagemill::linear_mid<pagemill::MidForm<pagemill::T, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, GATED>>(p);             \
+        pagemill::linear_mid<pagemill::MidForm<pagemill::T, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, PENDING, GATED>>(p);             \
     }
 
 #ifdef LINEAR_TUNE
-#define V(COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, GATED)                                                                    \
-    LINEAR_MID_KERNEL(m##COLUMNS##_w##WARPGROUPS##_t##TILES##_p##PANELS##_c##CLUSTER##_g##GATED, Bf16, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, GATED)
+#define V(COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, PENDING, GATED)                                                                    \
+    LINEAR_MID_KERNEL(m##COLUMNS##_w##WARPGROUPS##_t##TILES##_p##PANELS##_c##CLUSTER##_d##PENDING##_g##GATED, Bf16, COLUMNS, WARPGROUPS, TILES, PANELS, CLUSTER, PENDING, GATED)
 #include "bench/linear_mid_variants.inc"
 #else
 #endif

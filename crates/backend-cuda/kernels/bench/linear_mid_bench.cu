@@ -11,14 +11,14 @@ using Bf = __nv_bfloat16;
 
 struct Variant {
     const char* name;
-    int columns, warpgroups, tiles, panels, cluster;
+    int columns, warpgroups, tiles, panels, cluster, pending;
     bool gated;
     void (*kernel)(LinearMidParams);
     int rows() const { return 64 * warpgroups * (gated ? 1 : tiles); }
     int threads() const { return warpgroups * 128 + pagemill::FEEDERS; }
 };
 #undef V
-#define V(M, W, T, P, C, G) {"m" #M " " #W "x" #T " p" #P " c" #C, M, W, T, P, C, G, linear_mid_m##M##_w##W##_t##T##_p##P##_c##C##_g##G},
+#define V(M, W, T, P, C, D, G) {"m" #M " " #W "x" #T " p" #P " c" #C " d" #D, M, W, T, P, C, D, G, linear_mid_m##M##_w##W##_t##T##_p##P##_c##C##_d##D##_g##G},
 static const Variant VARIANTS[] = {
 #include "linear_mid_variants.inc"
 };
@@ -57,7 +57,7 @@ struct Launch {
 
 /// As in src/kernels/linear_mid.rs: shares of the rows, at most as many as thread blocks are there at once, none of fewer
 /// than `least` rows.
-static Launch plan(const Variant& v, const Work& w, int least = 16) {
+static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STATIC_SHARED - 1024, int least = 16) {
     Launch l = {};
     LinearMidParams& p = l.p;
     const int parts = v.gated ? 1 : 3;
@@ -87,13 +87,14 @@ static Launch plan(const Variant& v, const Work& w, int least = 16) {
         p.w_map[i] = map_of(w.w[of], w.n[of], w.c, p.parts[v.gated ? 0 : of].box_rows);
     }
     p.m = w.m, p.num_shares = (shares + v.cluster - 1) / v.cluster * v.cluster, p.num_planes = w.planes;
-    p.num_pairs = (w.c + 127) / 128, p.tile_rows = (rows + 7) / 8 * 8, p.y_type = w.y_type, p.activation = w.activation;
+    p.num_panels = (w.c + 63) / 64, p.tile_rows = (rows + 7) / 8 * 8, p.y_type = w.y_type, p.activation = w.activation;
     p.plane_stride = uint64_t(w.m) * w.n[0] * 4;
-    const int x_bytes = v.panels * v.columns * 128, w_bytes = v.panels * (v.gated ? 2 : 1) * p.tile_rows * 128, room = MAX_SHARED - STATIC_SHARED - 1024;
-    p.x_slots = std::min(std::max((64 << 10) / x_bytes, 2), 8);
-    p.w_slots = std::min<uint32_t>((room - p.x_slots * x_bytes) / w_bytes, pagemill::MAX_SLOTS);
+    const int x_bytes = v.panels * v.columns * 128, w_bytes = v.panels * (v.gated ? 2 : 1) * p.tile_rows * 128;
+    // x comes from L2, sooner than weights: six of ten as many stages.
+    p.w_slots = std::min<uint32_t>(10 * ring / (10 * w_bytes + 6 * x_bytes), pagemill::MAX_SLOTS);
+    p.x_slots = std::min<uint32_t>((ring - p.w_slots * w_bytes) / x_bytes, p.w_slots);
     l.grid = p.num_shares * w.planes, l.shared = 1024 + p.x_slots * x_bytes + p.w_slots * w_bytes;
-    if (p.w_slots < 2) printf("no room\n"), exit(1);
+    if (p.x_slots < 2 || p.w_slots < 2) l.grid = 0;
     return l;
 }
 static void run(const Variant& v, const Launch& l, cudaStream_t s, bool overlap) { launch(v.kernel, dim3(l.grid), dim3(v.threads()), l.shared, s, overlap, l.p); }
@@ -218,7 +219,7 @@ static const Shape SHAPES[] = {{"qkv", {4096, 1024, 1024}, 4096, false, false}, 
                                {"down", {4096, 0, 0}, 14336, false, true}, {"head", {128256, 0, 0}, 4096, false, false}};
 static size_t elements_of(const Shape& s) { return size_t(s.n[0] + s.n[1] + s.n[2]) * s.c; }
 
-struct Choice { const Variant* v; int planes; double us; std::string name; };
+struct Choice { const Variant* v; int planes; double us; std::string name; int ring; };
 
 int main(int argc, char** argv) {
     brief = argc > 1 && !strcmp(argv[1], "brief");
@@ -243,7 +244,7 @@ int main(int argc, char** argv) {
     if (!time_only) {
         for (const Variant& v : VARIANTS)
             for (int m : {v.columns, v.columns / 2 + 1, 1}) {
-                check(v, m, 1001, 896, 0, true, 1, 1), check(v, m, 500, 1000, 0, false, 0, v.gated ? 1 : 3);
+                check(v, m, 1001, 896, 0, true, 1, 1), check(v, m, 500, 1000, 0, false, 1, v.gated ? 1 : 3);
                 if (brief) continue;
                 check(v, m, 4096, 4096, 2, false, 0, 1), check(v, m, 17, 64, 2, true, 1, 1), check(v, m, 1502, 8000, 2, true, 0, 1), check(v, m, 40000, 104, 0, false, 0, 1);
                 if (!v.gated) check(v, m, 4096, 1024, 0, false, 0, 2), check(v, m, 4096, 1024, 0, false, 0, 8), check(v, m, 33, 264, 0, false, 0, 2);
@@ -265,53 +266,67 @@ int main(int argc, char** argv) {
         for (int i = 0; i < 3; ++i) w.w[i] = at, at += size_t(s.n[i]) * s.c, w.y[i] = s.planes ? (void*)planes.ptr : (void*)(y.ptr + i * size_t(4096) * 128);
         return w;
     };
+    constexpr int ALL = MAX_SHARED - STATIC_SHARED - 1024, RINGS[][2] = {{ALL, ALL}, {(124 << 10), (99 << 10)}, {(137 << 10), (86 << 10)}}; // of qkv and gate_up, of o and down
     for (int m : {16, 32, 64, 128}) {
         printf("-- m %d: us overlapped by form and planes\n", m);
-        std::vector<std::vector<Choice>> best;
-        for (auto& s : SHAPES) {
-            std::vector<Choice> all;
-            for (const Variant& v : VARIANTS) {
-                if (v.columns != m || v.gated != s.gated) continue;
-                for (int count : {1, 2, 3, 4, 8}) {
-                    if (count > 1 && !s.planes) continue;
-                    const size_t elements = elements_of(s), copies = POOL / 2 / elements;
-                    const Launch l = plan(v, work_of(s, m, pool.ptr, count));
-                    // A form of more rows than shares have, or with passes where there are larger ones.
-                    if (s.n[0] < 100000 && (l.p.num_passes > 1 || int(l.p.tile_rows) * 2 <= v.rows())) continue;
-                    if (s.n[0] > 100000 && v.rows() < 128) continue;
-                    const double us = graph_time_us(std::min<size_t>(copies, 24), [&](cudaStream_t st, int i) { run(v, plan(v, work_of(s, m, pool.ptr + elements * i, count)), st, true); }, 7);
-                    char name[96];
-                    snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
-                    all.push_back({&v, count, us, name});
+        std::vector<std::vector<Choice>> best[3];
+        for (int rings = 0; rings < 3; ++rings)
+            for (auto& s : SHAPES) {
+                if (rings > 0 && s.n[0] > 100000) continue;
+                std::vector<Choice> all;
+                for (const Variant& v : VARIANTS) {
+                    if (v.columns != m || v.gated != s.gated) continue;
+                    for (int count : {1, 2, 3, 4}) {
+                        if (s.planes ? count == 1 : count > 1) continue;
+                        const int ring = RINGS[rings][s.planes];
+                        const size_t elements = elements_of(s), copies = POOL / 2 / elements;
+                        const Launch l = plan(v, work_of(s, m, pool.ptr, count), ring);
+                        // A form of more rows than shares have, or with passes where there are larger ones.
+                        if (l.grid == 0 || (s.n[0] < 100000 && (l.p.num_passes > 1 || int(l.p.tile_rows) * 2 < v.rows()))) continue;
+                        if (s.n[0] > 100000 && v.rows() < 128) continue;
+                        const double us = graph_time_us(std::min<size_t>(copies, 24), [&](cudaStream_t st, int i) { run(v, plan(v, work_of(s, m, pool.ptr + elements * i, count), ring), st, true); }, 7);
+                        char name[96];
+                        snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
+                        all.push_back({&v, count, us, name, ring});
+                    }
                 }
+                std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.us < b.us; });
+                for (auto& c : all) printf("%-8s %7.2f us %.2f TB/s  ring %d %s\n", s.name, c.us, elements_of(s) * 2 / c.us / 1e6, c.ring >> 10, c.name.c_str());
+                best[rings].push_back(all);
             }
-            std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.us < b.us; });
-            for (auto& c : all) printf("%-8s %7.2f us %.2f TB/s  %s\n", s.name, c.us, elements_of(s) * 2 / c.us / 1e6, c.name.c_str());
-            best.push_back(all);
-        }
         // Layers as the engine runs them: a norm before qkv, and gate and up; something small before o.
         auto layer = [&](const Choice (&of)[4], bool release_first, const char* what) {
             const double us = graph_time_us(12, [&](cudaStream_t st, int nth) {
                 const Bf* at = pool.ptr + size_t(nth) * 218103808;
                 for (int i = 0; i < 4; ++i) {
                     auto& s = SHAPES[i];
-                    const Launch l = plan(*of[i].v, work_of(s, m, at, of[i].planes));
+                    const Launch l = plan(*of[i].v, work_of(s, m, at, of[i].planes), of[i].ring);
                     at += elements_of(s);
                     if (i < 3) launch(norm, dim3(m), dim3(512), 0, st, true, Norm{(const float4*)planes.ptr, (uint4*)x.ptr, uint32_t(i == 2 ? of[1].planes : i == 0 ? of[3].planes : 1), uint32_t(m), release_first});
                     run(*of[i].v, l, st, true);
                 }
             }, 9);
-            printf("layer %s release first %d: %.2f us; %s | %s | %s | %s\n", what, release_first, us, of[0].name.c_str(), of[1].name.c_str(), of[2].name.c_str(), of[3].name.c_str());
+            printf("layer %s first %d: %.2f us;", what, release_first, us);
+            for (auto& c : of) printf(" %s p%d r%d |", c.v->name + 4, c.planes, c.ring >> 10);
+            printf("\n");
         };
-        Choice chosen[4];
-        for (int i = 0; i < 4; ++i) chosen[i] = best[i][0];
-        for (int release_first = 0; release_first < 2; ++release_first) layer(chosen, release_first, "best ");
-        for (int i = 0; i < 4; ++i)
-            for (int nth = 1; nth < 5 && nth < int(best[i].size()); ++nth) {
-                Choice other[4] = {chosen[0], chosen[1], chosen[2], chosen[3]};
-                other[i] = best[i][nth];
-                layer(other, true, (std::string("other ") + SHAPES[i].name).c_str());
+        for (int rings = 0; rings < 3; ++rings) {
+            Choice chosen[4];
+            bool complete = true;
+            for (int i = 0; i < 4; ++i) {
+                complete &= !best[rings][i].empty();
+                if (complete) chosen[i] = best[rings][i][0];
             }
+            if (!complete) continue;
+            for (int release_first = 0; release_first < 2; ++release_first) layer(chosen, release_first, "best ");
+            for (int i = 0; i < 4; ++i)
+                for (int nth = 1; nth < 4 && nth < int(best[rings][i].size()); ++nth) {
+                    Choice other[4] = {chosen[0], chosen[1], chosen[2], chosen[3]};
+                    other[i] = best[rings][i][nth];
+                    layer(other, true, SHAPES[i].name);
+                }
+            layer(chosen, true, "again");
+        }
     }
     return failures;
 }

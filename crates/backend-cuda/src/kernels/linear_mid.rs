@@ -1,5 +1,5 @@
-//! Dense products of up to 128 tokens on Hopper: when our kernel is taken, which compiled form takes how many tokens,
-//! and the launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_mid.cu`.
+//! Dense products of up to 128 tokens on Hopper: when our kernel is taken, which compiled form takes a product, how its
+//! rows and C are cut, and the launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_mid.cu`.
 
 use super::{Half, Launch};
 
@@ -7,36 +7,57 @@ use super::{Half, Launch};
 pub(crate) const MAX_PARTS: usize = 3;
 /// Tokens that a launch takes at most.
 pub(crate) const MAX_TOKENS: u32 = 128;
-/// Into how many parts C is cut: thread blocks of a cluster.
-pub(crate) const RANKS: u32 = 2;
-/// Rows of W in a slab, and elements of C in a panel: a box that the copy engine brings.
-pub(crate) const SLAB_ROWS: u32 = 64;
-/// See [`SLAB_ROWS`].
+/// Elements of C in a panel: the columns of a box that the copy engine brings.
 pub(crate) const PANEL_COLS: u32 = 64;
+/// Rows of W in a tile.
+const TILE_ROWS: u32 = 64;
+/// Bytes of a panel's row.
+const PANEL_BYTES: u32 = PANEL_COLS * 2;
+/// Stages of a ring at most: `MAX_SLOTS` of the kernel.
+const MAX_SLOTS: u32 = 16;
+/// Threads that bring weights and x.
+const FEEDERS: u32 = 64;
+/// Of a multiprocessor's shared memory, what rings may take: a thread block's most, less its barriers and room to align.
+const RING_BYTES: u32 = (227 << 10) - 512 - ALIGN_BYTES;
+/// Where rings begin is a multiple of this.
+const ALIGN_BYTES: u32 = 1024;
+/// Rows of a share at least: fewer are not worth a thread block that reads all of x.
+const LEAST_ROWS: u32 = 16;
 /// Fewer are `linear_small`'s.
 const MIN_TOKENS: usize = 9;
 /// Up to so many this kernel beats the library by itself, without sparing launches.
 const FASTER_ALONE: usize = 64;
-const THREADS: u32 = 288;
 /// Weights lie on multiples of so many bytes, and rows do; x does in any case, as all temporaries.
 const ALIGNMENT: u64 = 16;
 
 /// The kernel's argument: `LinearMidParams`. Addresses are the device's.
 #[derive(Clone, Copy, Debug)]
-#[repr(C, align(64))]
+#[repr(C, align(128))]
 pub(crate) struct LinearMidParams {
-    /// `CUtensorMap` of x `[M, C]`, boxes of a panel's columns and [`LinearMidVariant::columns`] rows.
+    /// `CUtensorMap` of x `[M, C]`, boxes of a panel's columns and [`LinearMidVariant::x_box_rows`].
     pub(crate) x_map: [u64; 16],
-    /// Of each part's weight `[N, C]`, boxes of a panel of a slab; gated: of gate and up.
+    /// Of each part's weight `[N, C]`, boxes of a panel's columns and the part's `box_rows`; gated: of gate and up.
     pub(crate) w_map: [[u64; 16]; MAX_PARTS],
-    /// Behind the last, `n` is 0. Gated: one.
+    /// Behind the last, `num_shares` is 0. Gated: one.
     pub(crate) parts: [LinearMidPart; MAX_PARTS],
+    /// Bytes of y from plane to plane.
+    pub(crate) plane_stride: u64,
     /// Tokens.
     pub(crate) m: u32,
-    /// [`num_slabs`].
-    pub(crate) num_slabs: u32,
+    /// [`Cut::num_shares`].
+    pub(crate) num_shares: u32,
+    /// [`Cut::num_passes`].
+    pub(crate) num_passes: u32,
+    /// [`Cut::num_planes`].
+    pub(crate) num_planes: u32,
     /// Of C.
     pub(crate) num_panels: u32,
+    /// [`Cut::tile_rows`].
+    pub(crate) tile_rows: u32,
+    /// [`Cut::w_slots`].
+    pub(crate) w_slots: u32,
+    /// [`Cut::x_slots`].
+    pub(crate) x_slots: u32,
     /// `ActivationType` of every y: F32 or BF16.
     pub(crate) y_type: u32,
     /// `GateActivation`; read by the gated form.
@@ -49,27 +70,30 @@ pub(crate) struct LinearMidParams {
 pub(crate) struct LinearMidPart {
     /// f32 `[N]`, or 0; gated: 0.
     pub(crate) bias: u64,
-    /// `[M, y_stride]`.
+    /// `[planes, M, y_stride]`.
     pub(crate) y: u64,
     /// Output features.
     pub(crate) n: u32,
     /// Elements from row to row of y.
     pub(crate) y_stride: u32,
+    /// [`Cut::shares`] of it.
+    pub(crate) num_shares: u32,
+    /// [`Cut::box_rows`] of it.
+    pub(crate) box_rows: u32,
 }
 
-const _: () = assert!(size_of::<LinearMidPart>() == 24 && size_of::<LinearMidParams>() == 640);
-const _: () = assert!(std::mem::offset_of!(LinearMidParams, m) == 584);
-
-/// Slabs of all parts (gated: of the gate) for their outputs; `None` where there are none, or the kernel could not
-/// share them out in 32 bits.
-pub(crate) fn num_slabs(outputs: &[u32]) -> Option<u32> {
-    let slabs = outputs.iter().map(|n| n.div_ceil(SLAB_ROWS)).sum::<u32>();
-    (slabs > 0 && slabs < 1 << 20).then_some(slabs)
-}
+const _: () = assert!(size_of::<LinearMidPart>() == 32 && size_of::<LinearMidParams>() == 768);
+const _: () = assert!(std::mem::offset_of!(LinearMidParams, m) == 616);
 
 /// Whether the copy engine can read a weight of `c` columns at this address, and an x of as many.
 pub(crate) fn is_readable(weight: u64, c: u32) -> bool {
     weight.is_multiple_of(ALIGNMENT) && (u64::from(c) * 2).is_multiple_of(ALIGNMENT)
+}
+
+/// Whether the kernel counts so many outputs, of all parts.
+pub(crate) fn is_countable(outputs: &[u32]) -> bool {
+    let all = outputs.iter().map(|&n| u64::from(n)).sum::<u64>();
+    (1..1 << 26).contains(&all)
 }
 
 /// Whether this kernel takes less time than the others for products of one x, of these outputs (unused ones are 0) and `c`
@@ -92,127 +116,97 @@ pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct LinearMidVariant {
     weight: Half,
+    form: Form,
+}
+
+/// How a form is compiled: the kernel's template arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Form {
     /// Columns of the product: tokens that it takes at most.
     columns: u32,
+    /// Warpgroups that multiply, and the tiles that each of them has at once.
+    warpgroups: u32,
+    tiles: u32,
+    /// Panels of a stage.
+    panels: u32,
+    /// Thread blocks that share x.
+    cluster: u32,
+    /// One tile of the gate, one of up.
     gated: bool,
 }
 
-/// How a number of columns is compiled: the kernel's template arguments.
-struct Form {
-    columns: u32,
+/// How a launch cuts its work. Shares are of whole rows; each is taken in passes of as many rows as a form has tiles for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Cut {
+    /// Shares of each part.
+    pub(crate) shares: [u32; MAX_PARTS],
+    /// Rows of each part's largest pass.
+    pub(crate) box_rows: [u32; MAX_PARTS],
+    /// Of all parts, and some of none: a multiple of a cluster's thread blocks.
+    pub(crate) num_shares: u32,
+    pub(crate) num_passes: u32,
+    /// Ranges of C.
+    pub(crate) num_planes: u32,
+    /// Rows that a panel of weights has room for; gated: of each of both.
+    pub(crate) tile_rows: u32,
     /// Stages of the ring of weights.
-    stages: u32,
-    /// Panels of x that are kept.
-    x_slots: u32,
+    pub(crate) w_slots: u32,
+    /// Stages of the ring of x.
+    pub(crate) x_slots: u32,
 }
 
-/// Measured best (`kernels/NOTES.md`). Ascending.
-const FORMS: [Form; 4] = [
-    Form { columns: 16, stages: 9, x_slots: 32 },
-    Form { columns: 32, stages: 8, x_slots: 16 },
-    Form { columns: 64, stages: 7, x_slots: 7 },
-    Form { columns: MAX_TOKENS, stages: 5, x_slots: 5 },
-];
-
-impl LinearMidVariant {
-    /// Every compiled form.
-    pub(crate) fn all() -> impl Iterator<Item = Self> {
-        [Half::Bf16, Half::F16].into_iter().flat_map(|weight| {
-            let form = move |form: &Form, gated| Self { weight, columns: form.columns, gated };
-            FORMS.iter().flat_map(move |of| [form(of, false), form(of, true)])
-        })
-    }
-
-    /// The form for `m` tokens, at most [`MAX_TOKENS`]: whichever it is, a row has the same sums.
-    pub(crate) fn for_tokens(weight: Half, m: u32, gated: bool) -> Option<Self> {
-        let form = FORMS.iter().find(|form| m <= form.columns).filter(|_| m > 0)?;
-        Some(Self { weight, columns: form.columns, gated })
-    }
-
-    fn form(&self) -> &'static Form {
-        FORMS.iter().find(|form| form.columns == self.columns).unwrap_or(&FORMS[FORMS.len() - 1])
-    }
-
-    /// The kernel's name.
-    pub(crate) fn name(&self) -> String {
-        let gated = if self.gated { "gated_" } else { "" };
-        format!("linear_mid_{gated}{}_m{}", self.weight.name(), self.columns)
-    }
-
-    /// Tokens that it takes at most.
-    pub(crate) fn columns(&self) -> u32 {
-        self.columns
-    }
-
-    /// Bytes of `MidShared`, and room to align it.
-    pub(crate) fn shared_bytes(&self) -> u32 {
-        let form = self.form();
-        let weights = form.stages * 2 * SLAB_ROWS * PANEL_COLS * 2;
-        let x = form.x_slots * self.columns * PANEL_COLS * 2;
-        let sums = 2 * SLAB_ROWS * self.columns * 4;
-        let barriers = (2 * form.stages + form.x_slots + 2) * 8;
-        weights + x + sums + barriers + 1024
-    }
-
-    /// The launch over `num_slabs` slabs, at most `max_clusters` clusters of thread blocks at once.
-    pub(crate) fn launch(&self, num_slabs: u32, max_clusters: u32) -> Launch {
-        Launch { grid: (RANKS * num_slabs.min(max_clusters), 1), threads: THREADS, shared_bytes: self.shared_bytes() }
-    }
+/// Rows of the largest of `runs` runs that `n` rows are cut into, at even rows.
+fn largest_run(n: u32, runs: u32) -> u32 {
+    2 * n.div_ceil(2).div_ceil(runs)
 }
 
-#[cfg(test)]
-#[allow(clippy::unwrap_used)] // a failed unwrap is a failed test
-mod tests {
-    use super::*;
-
-    #[test]
-    fn slabs_are_shared_out() {
-        // q, k and v of an 8B Llama.
-        let qkv = num_slabs(&[4096, 1024, 1024]).unwrap();
-        assert_eq!(qkv, 96);
-        let variant = LinearMidVariant::for_tokens(Half::Bf16, 8, false).unwrap();
-        assert_eq!(variant.launch(qkv, 66).grid, (132, 1));
-        assert_eq!(num_slabs(&[1, 0, 0]), Some(1));
-        assert_eq!(variant.launch(1, 66).grid, (2, 1), "no cluster is without work");
-        assert_eq!(num_slabs(&[17, 1, 300]), Some(1 + 1 + 5), "a slab belongs to one part");
-        assert_eq!(num_slabs(&[0, 0, 0]), None);
-        assert_eq!(num_slabs(&[u32::MAX, 1, 1]), None);
-    }
-
-    #[test]
-    fn the_narrowest_form_takes_the_tokens() {
-        let of = |m| LinearMidVariant::for_tokens(Half::Bf16, m, false).map(|variant| variant.name());
-        assert_eq!(of(0), None);
-        assert_eq!(of(1).unwrap(), "linear_mid_bf16_m16");
-        assert_eq!(of(17).unwrap(), "linear_mid_bf16_m32");
-        assert_eq!(of(MAX_TOKENS).unwrap(), "linear_mid_bf16_m128");
-        assert_eq!(of(MAX_TOKENS + 1), None);
-        assert_eq!(LinearMidVariant::for_tokens(Half::F16, 64, true).unwrap().name(), "linear_mid_gated_f16_m64");
-    }
-
-    #[test]
-    fn every_form_fits_a_multiprocessor() {
-        for variant in LinearMidVariant::all() {
-            assert!(variant.shared_bytes() <= 227 << 10, "{variant:?}");
-            assert!(variant.columns() <= 256 && variant.columns().is_multiple_of(16), "{variant:?}: a box of x");
-            assert!(variant.form().stages <= variant.form().x_slots, "{variant:?}: a stage has a slot of x");
+/// `most` shares, or as many as are worth it, given to the parts in proportion to their outputs: each that has any gets
+/// one at least.
+fn share_out(outputs: &[u32; MAX_PARTS], most: u32) -> [u32; MAX_PARTS] {
+    let mut rows_left = outputs.iter().map(|&n| u64::from(n)).sum::<u64>();
+    let mut parts_left = outputs.iter().filter(|&&n| n > 0).count() as u64;
+    let mut left = u64::from(most).min(rows_left.div_ceil(u64::from(LEAST_ROWS))).max(parts_left);
+    outputs.map(|n| {
+        if n == 0 {
+            return 0;
         }
-        assert_eq!(LinearMidVariant::all().count(), 2 * 2 * FORMS.len());
+        parts_left -= 1;
+        let own = (u64::from(n) * left + rows_left / 2) / rows_left;
+        let own = own.clamp(1, left - parts_left);
+        (rows_left, left) = (rows_left - u64::from(n), left - own);
+        u32::try_from(own).unwrap_or(most)
+    })
+}
+
+impl Form {
+    /// Rows of a pass at most; gated: of each of both.
+    fn rows(&self) -> u32 {
+        TILE_ROWS * self.warpgroups * if self.gated { 1 } else { self.tiles }
     }
 
-    #[test]
-    fn taken_where_it_is_the_fastest() {
-        let of_three = |tokens| is_faster(tokens, [4096, 1024, 1024], 4096);
-        assert!(!of_three(8) && of_three(9) && of_three(128) && !of_three(129));
-        let head = |tokens| is_faster(tokens, [128_256, 0, 0], 4096);
-        assert!(!head(8) && head(9) && head(64) && !head(65));
-        assert!(!is_faster(32, [4096, 0, 0], 4096), "one product of few rows is the library's");
-        assert!(is_faster_gated(9) && is_faster_gated(64) && !is_faster_gated(8) && !is_faster_gated(65));
-    }
-
-    #[test]
-    fn what_the_copy_engine_reads() {
-        assert!(is_readable(0x210, 104) && is_readable(0x100, 8));
-        assert!(!is_readable(0x210, 100) && !is_readable(0x208, 64) && !is_readable(0x202, 64));
+    fn cut(&self, outputs: &[u32; MAX_PARTS], num_planes: u32, most_blocks: u32) -> Option<Cut> {
+        let whole_clusters = |count: u32| count / self.cluster * self.cluster;
+        let most = whole_clusters(most_blocks / num_planes.max(1));
+        if most == 0 || !is_countable(outputs) {
+            return None;
+        }
+        let shares = share_out(outputs, most);
+        let of_parts = || outputs.iter().copied().zip(shares).filter(|&(n, _)| n > 0);
+        let fits = |passes: u32| of_parts().all(|(n, shares)| largest_run(n, shares * passes) <= self.rows());
+        let at_least = of_parts().map(|(n, shares)| n.div_ceil(shares).div_ceil(self.rows())).max()?;
+        // Even rows may ask for one pass more, hardly for two.
+        let num_passes = (at_least..at_least + 8).find(|&passes| fits(passes))?;
+        let mut box_rows = [0; MAX_PARTS];
+        for (rows, (n, shares)) in box_rows.iter_mut().zip(outputs.iter().zip(shares)).filter(|(_, (&n, _))| n > 0) {
+            *rows = largest_run(*n, shares * num_passes);
+        }
+        let tile_rows = box_rows.iter().max()?.next_multiple_of(8);
+        let w_bytes = self.panels * tile_rows * PANEL_BYTES * if self.gated { 2 } else { 1 };
+        let x_bytes = self.panels * self.columns * PANEL_BYTES;
+        // x comes from L2, sooner than weights do: six of ten as many stages.
+        let w_slots = (10 * RING_BYTES / (10 * w_bytes + 6 * x_bytes)).min(MAX_SLOTS);
+        let x_slots = ((RING_BYTES - w_slots * w_bytes) / x_bytes).min(w_slots);
+        let num_shares = shares.iter().sum::<u32>().next_multiple_of(self.cluster);
+        Some(Cut { shares, box_rows, num_shares, num_passes, num_planes, tile_rows, w_slots, x_slots })
     }
 }
