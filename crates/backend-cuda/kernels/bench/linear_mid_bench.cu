@@ -11,19 +11,19 @@ using Bf = __nv_bfloat16;
 
 struct Variant {
     const char* name;
-    int columns, warpgroups, tiles, panels, cluster, pending;
+    int columns, warpgroups, tiles, panels;
     bool gated;
     void (*kernel)(LinearMidParams);
-    int rows() const { return 64 * warpgroups * (gated ? 1 : tiles); }
+    int rows() const { return 64 * (tiles == 0 ? 1 : gated ? warpgroups : warpgroups * tiles); }
     int threads() const { return warpgroups * 128 + pagemill::FEEDERS; }
 };
 #undef V
-#define V(M, W, T, P, C, D, G) {"m" #M " " #W "x" #T " p" #P " c" #C " d" #D, M, W, T, P, C, D, G, linear_mid_m##M##_w##W##_t##T##_p##P##_c##C##_d##D##_g##G},
+#define V(M, W, T, P, G) {"m" #M " " #W "x" #T " p" #P, M, W, T, P, G, linear_mid_m##M##_w##W##_t##T##_p##P##_g##G},
 static const Variant VARIANTS[] = {
 #include "linear_mid_variants.inc"
 };
 constexpr int MAX_SHARED = 232448, STATIC_SHARED = 512;
-static int max_blocks[5]; // by thread blocks of a cluster
+static int max_blocks;
 
 static CUtensorMap map_of(const void* base, uint64_t rows, uint64_t cols, uint32_t box_rows) {
     static auto encode = [] {
@@ -52,7 +52,8 @@ struct Work {
 
 struct Launch {
     LinearMidParams p;
-    int grid, shared;
+    dim3 grid;
+    int shared;
 };
 
 /// As in src/kernels/linear_mid.rs: shares of the rows, at most as many as thread blocks are there at once, none of fewer
@@ -64,7 +65,7 @@ static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STAT
     long all = 0;
     int rooms = 0, used = 0;
     for (int i = 0; i < parts; ++i) all += w.n[i], used += w.n[i] > 0;
-    const int most = std::max(max_blocks[v.cluster] / int(w.planes) / v.cluster * v.cluster, v.cluster);
+    const int most = std::max(max_blocks / int(w.planes), 1);
     rooms = std::max<long>(std::min<long>(most, (all + least - 1) / least), used);
     long left = all;
     int shares_left = rooms, shares = 0;
@@ -72,7 +73,7 @@ static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STAT
         if (!w.n[i]) continue;
         --used;
         int own = std::min<long>(std::max<long>((long(w.n[i]) * shares_left + left / 2) / left, 1), shares_left - used);
-        p.parts[i] = {w.bias, w.y[i], uint32_t(w.n[i]), uint32_t(w.n[i]), uint32_t(own), 0};
+        p.parts[i] = {w.bias, w.y[i], uint32_t(w.n[i]), uint32_t(w.n[i]), uint32_t(own), 0, {}};
         left -= w.n[i], shares_left -= own, shares += own;
         p.num_passes = std::max<uint32_t>(p.num_passes, ((w.n[i] + 1) / 2 * 2 / own + v.rows() - 1) / v.rows());
     }
@@ -80,24 +81,30 @@ static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STAT
     auto largest = [&](int i) { return 2 * (((w.n[i] + 1) / 2 + p.parts[i].num_shares * p.num_passes - 1) / (p.parts[i].num_shares * p.num_passes)); };
     for (int i = 0; i < parts; ++i) while (w.n[i] && int(largest(i)) > v.rows()) ++p.num_passes;
     uint32_t rows = 8;
-    for (int i = 0; i < parts; ++i) if (w.n[i]) p.parts[i].box_rows = largest(i), rows = std::max(rows, p.parts[i].box_rows);
-    p.x_map = map_of(w.x, w.m, w.c, v.columns / v.cluster);
+    for (int i = 0; i < parts; ++i) if (w.n[i]) {
+        const uint32_t runs = p.parts[i].num_shares * p.num_passes, pairs = (w.n[i] + 1) / 2;
+        p.parts[i].pairs = {pairs / runs, pairs % runs};
+        p.parts[i].box_rows = largest(i), rows = std::max(rows, p.parts[i].box_rows);
+    }
+    p.x_map = map_of(w.x, w.m, w.c, v.columns);
     for (int i = 0; i < 3; ++i) {
         const int of = w.n[i] ? i : 0;
         p.w_map[i] = map_of(w.w[of], w.n[of], w.c, p.parts[v.gated ? 0 : of].box_rows);
     }
-    p.m = w.m, p.num_shares = (shares + v.cluster - 1) / v.cluster * v.cluster, p.num_planes = w.planes;
+    p.m = w.m;
+    const uint32_t cuts = (w.c + 255) / 256;
+    p.cuts = {cuts / w.planes, cuts % w.planes};
     p.num_panels = (w.c + 63) / 64, p.tile_rows = (rows + 7) / 8 * 8, p.y_type = w.y_type, p.activation = w.activation;
     p.plane_stride = uint64_t(w.m) * w.n[0] * 4;
     const int x_bytes = v.panels * v.columns * 128, w_bytes = v.panels * (v.gated ? 2 : 1) * p.tile_rows * 128;
     // x comes from L2, sooner than weights: six of ten as many stages.
     p.w_slots = std::min<uint32_t>(10 * ring / (10 * w_bytes + 6 * x_bytes), pagemill::MAX_SLOTS);
     p.x_slots = std::min<uint32_t>((ring - p.w_slots * w_bytes) / x_bytes, p.w_slots);
-    l.grid = p.num_shares * w.planes, l.shared = 1024 + p.x_slots * x_bytes + p.w_slots * w_bytes;
-    if (p.x_slots < 2 || p.w_slots < 2) l.grid = 0;
+    l.grid = dim3(shares, w.planes), l.shared = 1024 + p.x_slots * x_bytes + p.w_slots * w_bytes;
+    if (p.x_slots < 2 || p.w_slots < 2) l.grid.x = 0;
     return l;
 }
-static void run(const Variant& v, const Launch& l, cudaStream_t s, bool overlap) { launch(v.kernel, dim3(l.grid), dim3(v.threads()), l.shared, s, overlap, l.p); }
+static void run(const Variant& v, const Launch& l, cudaStream_t s, bool overlap) { launch(v.kernel, l.grid, dim3(v.threads()), l.shared, s, overlap, l.p); }
 
 __global__ void reference(const Bf* x, const Bf* w, const Bf* up, const float* bias, float* y, int n, int c, int activation) {
     int row = blockIdx.x, token = blockIdx.y;
@@ -164,11 +171,11 @@ static void check_bits(bool gated, int n, int c, int planes) {
         for (const Variant& v : VARIANTS)
             for (int m : {v.columns, v.columns - 3, v.columns / 2 + 1, 1}) {
                 if (v.columns != largest || v.gated != gated) continue;
-                const int all_blocks = max_blocks[v.cluster];
-                if (m == 1) max_blocks[v.cluster] = 7 * v.cluster * planes;
+                const int all_blocks = max_blocks;
+                if (m == 1) max_blocks = 7 * planes;
                 Work w = {m, c, x.ptr, {w0.ptr, gated ? w1.ptr : nullptr, nullptr}, {n, gated ? n : 0, 0}, nullptr, {y.ptr, nullptr, nullptr}, 0, 0, uint32_t(planes)};
                 const Launch l = plan(v, w);
-                max_blocks[v.cluster] = all_blocks;
+                max_blocks = all_blocks;
                 y.poison();
                 run(v, l, 0, false);
                 CHECK(cudaDeviceSynchronize());
@@ -190,7 +197,7 @@ struct Norm {
     bool release_first;
 };
 /// Stands for the norm between two products: a thread block a row of 4,096 columns, and planes added up.
-__global__ void norm(const Norm p) {
+__global__ void __launch_bounds__(512, 4) norm(const Norm p) {
     if (p.release_first) pagemill::release_next_kernel();
     pagemill::wait_for_previous_kernel();
     if (!p.release_first) pagemill::release_next_kernel();
@@ -216,7 +223,10 @@ __global__ void norm(const Norm p) {
 
 struct Shape { const char* name; int n[3], c; bool gated, planes; };
 static const Shape SHAPES[] = {{"qkv", {4096, 1024, 1024}, 4096, false, false}, {"o", {4096, 0, 0}, 4096, false, true}, {"gate_up", {14336, 14336, 0}, 4096, true, false},
-                               {"down", {4096, 0, 0}, 14336, false, true}, {"head", {128256, 0, 0}, 4096, false, false}};
+                               {"down", {4096, 0, 0}, 14336, false, true}, {"head", {128256, 0, 0}, 4096, false, false},
+                               // Of a Qwen2.5-0.5B.
+                               {"qkv .5", {896, 128, 128}, 896, false, false}, {"o .5", {896, 0, 0}, 896, false, true}, {"gate_up .5", {4864, 4864, 0}, 896, true, false},
+                               {"down .5", {896, 0, 0}, 4864, false, true}};
 static size_t elements_of(const Shape& s) { return size_t(s.n[0] + s.n[1] + s.n[2]) * s.c; }
 
 struct Choice { const Variant* v; int planes; double us; std::string name; int ring; };
@@ -226,25 +236,12 @@ int main(int argc, char** argv) {
     const bool time_only = argc > 1 && !strcmp(argv[1], "time");
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
-    max_blocks[1] = prop.multiProcessorCount;
-    for (const Variant& v : VARIANTS) {
-        CHECK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MAX_SHARED - STATIC_SHARED));
-        if (v.cluster == 1 || max_blocks[v.cluster]) continue;
-        cudaLaunchConfig_t config = {};
-        cudaLaunchAttribute attribute = {};
-        attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim.x = v.cluster, attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-        config.gridDim = dim3(prop.multiProcessorCount / v.cluster * v.cluster), config.blockDim = dim3(v.threads()), config.dynamicSmemBytes = 200 << 10;
-        config.attrs = &attribute, config.numAttrs = 1;
-        int clusters = 0;
-        CHECK(cudaOccupancyMaxActiveClusters(&clusters, v.kernel, &config));
-        printf("%d clusters of %d at once\n", clusters, v.cluster);
-        if (clusters < 1) return 1;
-        max_blocks[v.cluster] = clusters * v.cluster;
-    }
+    max_blocks = prop.multiProcessorCount;
+    for (const Variant& v : VARIANTS) CHECK(cudaFuncSetAttribute(v.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, MAX_SHARED - STATIC_SHARED));
     if (!time_only) {
         for (const Variant& v : VARIANTS)
             for (int m : {v.columns, v.columns / 2 + 1, 1}) {
-                check(v, m, 1001, 896, 0, true, 1, 1), check(v, m, 500, 1000, 0, false, 1, v.gated ? 1 : 3);
+                check(v, m, 1001, 896, 0, true, 1, 1), check(v, m, 500, 1000, 0, false, 1, v.gated ? 1 : 3), check(v, m, 501, 1000, 2, false, 0, 1);
                 if (brief) continue;
                 check(v, m, 4096, 4096, 2, false, 0, 1), check(v, m, 17, 64, 2, true, 1, 1), check(v, m, 1502, 8000, 2, true, 0, 1), check(v, m, 40000, 104, 0, false, 0, 1);
                 if (!v.gated) check(v, m, 4096, 1024, 0, false, 0, 2), check(v, m, 4096, 1024, 0, false, 0, 8), check(v, m, 33, 264, 0, false, 0, 2);
@@ -270,23 +267,23 @@ int main(int argc, char** argv) {
     for (int m : {16, 32, 64, 128}) {
         printf("-- m %d: us overlapped by form and planes\n", m);
         std::vector<std::vector<Choice>> best[3];
-        for (int rings = 0; rings < 3; ++rings)
+        for (int rings = 0; rings < 1; ++rings)
             for (auto& s : SHAPES) {
                 if (rings > 0 && s.n[0] > 100000) continue;
                 std::vector<Choice> all;
                 for (const Variant& v : VARIANTS) {
                     if (v.columns != m || v.gated != s.gated) continue;
-                    for (int count : {1, 2, 3, 4}) {
-                        if (s.planes ? count == 1 : count > 1) continue;
+                    for (int count : {1, 2, 4, 8}) {
+                        if (s.planes ? count > (s.c == 4096 || s.c == 14336 ? 4 : 8) : count > 1) continue;
                         const int ring = RINGS[rings][s.planes];
                         const size_t elements = elements_of(s), copies = POOL / 2 / elements;
                         const Launch l = plan(v, work_of(s, m, pool.ptr, count), ring);
                         // A form of more rows than shares have, or with passes where there are larger ones.
-                        if (l.grid == 0 || (s.n[0] < 100000 && (l.p.num_passes > 1 || int(l.p.tile_rows) * 2 < v.rows()))) continue;
+                        if (l.grid.x == 0 || (s.n[0] < 100000 && (l.p.num_passes > 1 || (v.rows() > 64 && int(l.p.tile_rows) * 2 < v.rows() && !v.gated)))) continue;
                         if (s.n[0] > 100000 && v.rows() < 128) continue;
                         const double us = graph_time_us(std::min<size_t>(copies, 24), [&](cudaStream_t st, int i) { run(v, plan(v, work_of(s, m, pool.ptr + elements * i, count), ring), st, true); }, 7);
                         char name[96];
-                        snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
+                        snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid.x * l.grid.y, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
                         all.push_back({&v, count, us, name, ring});
                     }
                 }
@@ -310,7 +307,7 @@ int main(int argc, char** argv) {
             for (auto& c : of) printf(" %s p%d r%d |", c.v->name + 4, c.planes, c.ring >> 10);
             printf("\n");
         };
-        for (int rings = 0; rings < 3; ++rings) {
+        for (int rings = 0; rings < 1; ++rings) {
             Choice chosen[4];
             bool complete = true;
             for (int i = 0; i < 4; ++i) {
