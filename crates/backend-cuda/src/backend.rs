@@ -14,6 +14,7 @@
 
 mod embedding;
 mod launches;
+mod planes;
 mod pools;
 mod ranks;
 mod temporaries;
@@ -21,13 +22,14 @@ mod weights;
 
 use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
 use crate::batch::{BatchMemory, CudaBatch, device_batch, ensure_covered};
-use crate::check::{Elem, View, to_u32, view, view_f32};
+use crate::check::{Elem, Summand, View, summand, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
 use crate::loading::{cuda_weight, upload};
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
+use crate::planes::PlaneOps;
 use crate::rows::{NormTask, RowOps};
 use crate::sampling::Results;
 use crate::staging::PieceUploader;
@@ -72,6 +74,7 @@ pub struct CudaBackend {
     // Fields are dropped in this order: what uses the device before the device.
     records: Mutex<Records>,
     rows: RowOps,
+    planes: Arc<PlaneOps>,
     attention: AttentionOps,
     linear: LinearOps,
     results: Results,
@@ -114,6 +117,7 @@ impl CudaBackend {
         let backend = Self {
             records: Mutex::new(Records::new(&device)),
             rows: RowOps::new(&device, &kernels)?,
+            planes: PlaneOps::new(&device, &kernels)?,
             attention: AttentionOps::new(&device, &kernels, config.deterministic)?,
             linear,
             results: Results::new(&device, &kernels, &workspace)?,
@@ -143,13 +147,15 @@ impl CudaBackend {
     ) -> Result<(), BackendError> {
         ensure_shape(op, "weight", weight, 1, x.cols())?;
         ensure_shape(op, "out", out, x.rows(), x.cols())?;
+        let cols = to_u32(op, "columns", x.cols())?;
+        let adds_planes = residual.is_some() && self.rows.norm_adds_planes(cols);
         self.rows.norm(&NormTask {
-            x: view(op, x)?,
+            x: if adds_planes { summand(op, x)? } else { Summand::Elements(view(op, x)?) },
             residual,
             weight: view_f32(op, weight)?,
             out: view(op, out)?,
             rows: to_u32(op, "rows", x.rows())?,
-            cols: to_u32(op, "columns", x.cols())?,
+            cols,
             eps,
         })
     }
@@ -347,7 +353,11 @@ impl Backend for CudaBackend {
     fn add(&self, residual: &mut Tensor, x: &Tensor) -> Result<(), BackendError> {
         const OP: &str = "add";
         ensure_shape(OP, "residual", residual, x.rows(), x.cols())?;
-        self.rows.add(view_f32(OP, residual)?, view(OP, x)?, x.rows() * x.cols())
+        let residual = view_f32(OP, residual)?;
+        match summand(OP, x)? {
+            Summand::Elements(x_place) => self.rows.add(residual, x_place, x.rows() * x.cols()),
+            Summand::Planes(planes) => self.planes.add(planes, residual),
+        }
     }
 
     fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {

@@ -2,6 +2,7 @@
 //! is `pagemill_backend::check`.
 
 use crate::memory::CudaBuffer;
+use crate::planes::PlanesView;
 use pagemill_backend::check::shape_error;
 use pagemill_backend::{BackendError, DType, Tensor};
 
@@ -40,17 +41,45 @@ pub(crate) struct View {
     pub(crate) elem: Elem,
 }
 
+/// What is read once to be added: elements, or planes that the reader adds up.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Summand {
+    Elements(View),
+    Planes(PlanesView),
+}
+
 /// Where the tensor's elements lie, if it is a tensor of this device. Ops write through views of tensors that
-/// they hold mutably.
+/// they hold mutably. Planes that are pending are added up first: whoever has a view finds elements there.
 pub(crate) fn view(op: &'static str, x: &Tensor) -> Result<View, BackendError> {
+    let (buffer, place) = placed(op, x)?;
+    buffer.settle(place)?;
+    Ok(place)
+}
+
+/// As [`view`], for an op that adds pending planes up itself. They stay pending.
+pub(crate) fn summand(op: &'static str, x: &Tensor) -> Result<Summand, BackendError> {
+    let (buffer, place) = placed(op, x)?;
+    Ok(buffer.planes().map_or(Summand::Elements(place), Summand::Planes))
+}
+
+/// The tensor's buffer, and where elements are in it once none are pending.
+fn placed<'a>(op: &'static str, x: &'a Tensor) -> Result<(&'a CudaBuffer, View), BackendError> {
     let elem = match x.dtype() {
         DType::F32 => Elem::F32,
         DType::BF16 => Elem::Bf16,
         other => return Err(shape_error(op, "an F32 or BF16 tensor", other.to_string())),
     };
-    let buffer = x.buffer().as_any().downcast_ref::<CudaBuffer>();
-    let buffer = buffer.ok_or_else(|| shape_error(op, "a tensor of the cuda device", "a tensor of another device"))?;
-    Ok(View { address: buffer.address(), elem })
+    let buffer = x.buffer().as_any().downcast_ref::<CudaBuffer>().ok_or_else(|| foreign(op))?;
+    Ok((buffer, View { address: buffer.address(), elem }))
+}
+
+/// The tensor's buffer, to be changed.
+pub(crate) fn cuda_buffer_mut<'a>(op: &'static str, x: &'a mut Tensor) -> Result<&'a mut CudaBuffer, BackendError> {
+    x.buffer_mut().as_any_mut().downcast_mut::<CudaBuffer>().ok_or_else(|| foreign(op))
+}
+
+fn foreign(op: &'static str) -> BackendError {
+    shape_error(op, "a tensor of the cuda device", "a tensor of another device")
 }
 
 /// The same of an f32 tensor.

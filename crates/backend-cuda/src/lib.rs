@@ -4,7 +4,7 @@
 //! that the same binary runs where there is none: ask [`CudaBackend::count_devices`] first.
 //!
 //! Read in this order: `device` (driver, context, stream) → `memory` and `staging` (who owns which bytes, how
-//! they get there) → `images` (kernels) → `batch`, `rows`, `attention`, `linear`, `sampling`
+//! they get there) → `images` (kernels) → `planes` (sums that are pending) → `batch`, `rows`, `attention`, `linear`, `sampling`
 //! (the ops) → `graphs` (recorded forwards) → `backend` (the contract) → `collective` (ranks on several GPUs).
 //!
 //! Kernels lie in `kernels/*.cu`, one image for each file and architecture. Host arguments of a kernel are one
@@ -28,6 +28,7 @@ mod loading;
 mod matmul;
 mod memory;
 mod meter;
+mod planes;
 mod rope_angles;
 mod rows;
 mod sampling;

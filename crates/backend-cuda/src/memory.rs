@@ -1,9 +1,11 @@
 //! Device memory: ranges, the buffer type behind every tensor here, the workspace that recycles temporaries, and
 //! pinned host memory. Knows nothing of shapes or ops.
 
+use crate::check::View;
 use crate::device::Device;
+use crate::planes::{Planes, PlanesView};
 use cudarc::driver::{result, sys};
-use pagemill_backend::{BackendError, DType, DeviceBuffer};
+use pagemill_backend::{BackendError, DType, DeviceBuffer, Tensor};
 use std::any::Any;
 use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -59,22 +61,52 @@ impl Drop for DeviceMemory {
     }
 }
 
-/// The buffer behind every tensor of this device. A temporary's range goes back to the workspace on drop.
+/// The buffer behind every tensor of this device. A temporary's range goes back to the workspace on drop. Its contents
+/// may be pending: they are the sum of planes then, and get here when somebody asks for them.
 pub(crate) struct CudaBuffer {
     /// `None` only while dropping.
     memory: Option<Arc<DeviceMemory>>,
     home: Option<Arc<Workspace>>,
+    pending: Mutex<Option<Planes>>,
+    /// What is only kept as long as the buffer.
+    kept: Option<Tensor>,
 }
 
 impl CudaBuffer {
     /// A buffer over memory that others may hold too.
     pub(crate) fn over(memory: Arc<DeviceMemory>) -> Self {
-        Self { memory: Some(memory), home: None }
+        Self::of(memory, None)
     }
 
-    /// Where it lies; 0 never happens outside drop.
+    fn of(memory: Arc<DeviceMemory>, home: Option<Arc<Workspace>>) -> Self {
+        Self { memory: Some(memory), home, pending: Mutex::default(), kept: None }
+    }
+
+    /// Where it lies, whether its contents are there or not; 0 never happens outside drop. Tensors are asked through
+    /// `check::view`.
     pub(crate) fn address(&self) -> u64 {
         self.memory.as_ref().map_or(0, |memory| memory.address())
+    }
+
+    /// Its contents are the sum of `planes` from now on.
+    pub(crate) fn hold(&mut self, planes: Planes) {
+        *self.pending.get_mut().unwrap_or_else(PoisonError::into_inner) = Some(planes);
+    }
+
+    /// Keeps `memory` as long as itself.
+    pub(crate) fn keep(&mut self, memory: Tensor) {
+        self.kept = Some(memory);
+    }
+
+    /// The planes whose sum its contents are, while that is pending.
+    pub(crate) fn planes(&self) -> Option<PlanesView> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner).as_ref().map(Planes::view)
+    }
+
+    /// Adds pending planes up into `place`, which is this buffer's.
+    pub(crate) fn settle(&self, place: View) -> Result<(), BackendError> {
+        let pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner).take();
+        pending.map_or(Ok(()), |planes| planes.settle(place))
     }
 }
 
@@ -137,7 +169,7 @@ impl Workspace {
             state.growths += 1;
             memory
         };
-        Ok(CudaBuffer { memory: Some(memory), home: Some(Arc::clone(self)) })
+        Ok(CudaBuffer::of(memory, Some(Arc::clone(self))))
     }
 
     fn give_back(&self, memory: Arc<DeviceMemory>) {

@@ -1,15 +1,16 @@
 //! Row-wise ops: norms, additions, activations, conversions, gathering. Decides block and grid sizes; the
 //! arithmetic is in `kernels/rows.cu`. Callers have checked shapes.
 
-use crate::check::{Elem, View};
+use crate::check::{Elem, Summand, View};
 use crate::device::Device;
 use crate::images::Kernels;
+use crate::planes::PlanesView;
 use cudarc::driver::sys::CUfunction;
 use pagemill_backend::{Activation, BackendError, DType};
 use std::sync::Arc;
 
 /// Kernels by the element type of their input, in the order of `Elem::ALL`.
-type ByElem = [Function; 2];
+pub(crate) type ByElem = [Function; 2];
 
 /// A handle that any thread may use.
 #[derive(Clone, Copy)]
@@ -38,6 +39,20 @@ struct NormArgs {
     eps: f32,
 }
 
+/// `NormPlanesArgs` in planes.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct NormPlanesArgs {
+    planes: u64,
+    residual: u64,
+    weight: u64,
+    out: u64,
+    plane_stride: u64,
+    num_planes: u32,
+    cols: u32,
+    eps: f32,
+}
+
 /// `ElementArgs` in rows.cu.
 #[repr(C)]
 #[derive(Clone, Copy)]
@@ -62,7 +77,8 @@ struct GatherArgs {
 
 /// What a norm works on: `[rows, cols]` each.
 pub(crate) struct NormTask {
-    pub(crate) x: View,
+    /// Planes only with a residual, and where [`RowOps::norm_adds_planes`].
+    pub(crate) x: Summand,
     /// f32; `x` is added to it first.
     pub(crate) residual: Option<u64>,
     /// f32 `[cols]`.
@@ -78,6 +94,8 @@ pub(crate) struct RowOps {
     device: Arc<Device>,
     /// By input, then output.
     rms_norm: [ByElem; 2],
+    /// By output.
+    norm_planes: ByElem,
     add: ByElem,
     silu: ByElem,
     gelu: ByElem,
@@ -96,6 +114,19 @@ pub(crate) fn norm_threads(cols: u32) -> u32 {
     (cols.div_ceil(4)).next_multiple_of(32).clamp(32, 512)
 }
 
+/// `PLANES_CLUSTER` in planes.cu: thread blocks of a row.
+const PLANES_CLUSTER: u32 = 2;
+/// `PLANES_ITEMS` in planes.cu: times four columns of a thread at most.
+const PLANES_ITEMS: u32 = 2;
+
+/// Threads of each thread block of a row whose norm adds planes up; `None` where rows are not even enough, or longer
+/// than threads hold.
+fn planes_threads(cols: u32) -> Option<u32> {
+    let threads = (cols / (4 * PLANES_CLUSTER)).next_multiple_of(32).clamp(32, 512);
+    let held = threads * 4 * PLANES_ITEMS * PLANES_CLUSTER;
+    (cols.is_multiple_of(4 * PLANES_CLUSTER) && cols <= held).then_some(threads)
+}
+
 /// Blocks for so many elements, each thread eight of them; more than fill a device only stride on.
 fn element_blocks(count: u64, num_multiprocessors: usize) -> u32 {
     let most = u64::try_from(num_multiprocessors).unwrap_or(1) * 16;
@@ -111,6 +142,7 @@ impl RowOps {
         Ok(Self {
             device: Arc::clone(device),
             rms_norm: [by_elem(kernels, "rms_norm_f32")?, by_elem(kernels, "rms_norm_bf16")?],
+            norm_planes: by_elem(kernels, "norm_planes")?,
             add: by_elem(kernels, "add")?,
             silu: by_elem(kernels, "silu")?,
             gelu: by_elem(kernels, "gelu")?,
@@ -128,11 +160,35 @@ impl RowOps {
     /// `out = rms_norm(x)`, or of `residual += x`.
     pub(crate) fn norm(&self, task: &NormTask) -> Result<(), BackendError> {
         let NormTask { x, residual, weight, out, rows, cols, eps } = *task;
+        let x = match x {
+            Summand::Elements(x) => x,
+            Summand::Planes(planes) => return self.norm_of_planes(planes, task),
+        };
         let args = NormArgs { x: x.address, residual: residual.unwrap_or(0), weight, out: out.address, cols, eps };
         let function = self.rms_norm[x.elem as usize][out.elem as usize];
         // SAFETY: the struct is the kernel's; the op checked that every tensor has `rows x cols` elements of
         // the type that picked the kernel, which waits first and lets its successor begin then.
         unsafe { self.device.launch_overlapped(function.0, (rows, 1), norm_threads(cols), 0, &args) }
+    }
+
+    /// Whether a norm of rows of so many columns adds planes up itself.
+    pub(crate) fn norm_adds_planes(&self, cols: u32) -> bool {
+        self.device.capability().0 == 9 && planes_threads(cols).is_some()
+    }
+
+    fn norm_of_planes(&self, planes: PlanesView, task: &NormTask) -> Result<(), BackendError> {
+        let NormTask { residual, weight, out, rows, cols, eps, .. } = *task;
+        let missing = || self.device.broken("planes for a norm that does not add them up");
+        let (residual, threads) = residual.zip(planes_threads(cols)).ok_or_else(missing)?;
+        let PlanesView { address, num_planes, count } = planes;
+        let (out_at, plane_stride) = (out.address, count as u64);
+        let args =
+            NormPlanesArgs { planes: address, residual, weight, out: out_at, plane_stride, num_planes, cols, eps };
+        let grid = (rows * PLANES_CLUSTER, 1);
+        // SAFETY: the struct is the kernel's, whose clusters are a row each; the op checked that every tensor has
+        // `rows x cols` elements, as each plane has, of the type that picked the kernel, which waits first and lets
+        // its successor begin then.
+        unsafe { self.device.launch_overlapped(self.norm_planes[out.elem as usize].0, grid, threads, 0, &args) }
     }
 
     fn elements(&self, function: Function, args: ElementArgs) -> Result<(), BackendError> {
@@ -223,6 +279,16 @@ mod tests {
     fn norms_use_whole_warps() {
         for (cols, threads) in [(1, 32), (64, 32), (128, 32), (129, 64), (4096, 512), (100_000, 512)] {
             assert_eq!(norm_threads(cols), threads, "{cols}");
+        }
+    }
+
+    #[test]
+    fn a_row_of_planes_is_shared_evenly_by_its_thread_blocks() {
+        for (cols, threads) in [(8, Some(32)), (2048, Some(256)), (4096, Some(512)), (8192, Some(512))] {
+            assert_eq!(planes_threads(cols), threads, "{cols}");
+        }
+        for cols in [4, 4092, 8200] {
+            assert_eq!(planes_threads(cols), None, "{cols}");
         }
     }
 

@@ -9,6 +9,7 @@ mod invariance;
 mod linear;
 mod linear_mid;
 mod loading;
+mod planes;
 mod quantised;
 mod rows;
 mod sampling;
