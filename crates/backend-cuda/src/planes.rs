@@ -65,7 +65,8 @@ impl PlaneOps {
         let PlanesView { address, num_planes, count } = planes;
         let args = SumPlanesArgs { planes: address, residual, out: out.address, count: count as u64, num_planes };
         let blocks = count.div_ceil(4 * SUM_THREADS as usize);
-        let blocks = u32::try_from(blocks).map_err(|_| self.device.broken("planes of more elements than a launch takes"))?;
+        let blocks =
+            u32::try_from(blocks).map_err(|_| self.device.broken("planes of more elements than a launch takes"))?;
         // SAFETY: the struct is the kernel's; planes hold `count` elements each and `out` as many of the type that
         // picked the kernel (`CudaBackend::hold_planes` checked both). It waits first and lets its successor begin
         // then.

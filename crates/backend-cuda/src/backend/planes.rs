@@ -24,7 +24,9 @@ impl CudaBackend {
             return Ok(());
         }
         let whole = planes.cols() == cols && rows > 0 && planes.rows() > 0 && planes.rows().is_multiple_of(rows);
-        ensure(OP, whole, || (format!("planes of [{rows}, {cols}]"), format!("[{}, {}]", planes.rows(), planes.cols())))?;
+        ensure(OP, whole, || {
+            (format!("planes of [{rows}, {cols}]"), format!("[{}, {}]", planes.rows(), planes.cols()))
+        })?;
         let view = PlanesView {
             address: view_f32(OP, &planes)?,
             num_planes: to_u32(OP, "planes", planes.rows() / rows)?,

@@ -138,6 +138,11 @@ pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
     (MIN_TOKENS..=FASTER_ALONE).contains(&num_tokens)
 }
 
+/// How many of so many tokens are taken in planes, if any are: all of them, or as many as a launch takes.
+pub(crate) fn tokens_in_planes(num_tokens: usize) -> Option<usize> {
+    (num_tokens >= MIN_TOKENS).then_some(num_tokens.min(MAX_TOKENS as usize))
+}
+
 /// Ranges that C is cut into where the kernel leaves its sums in planes, `[planes, M, N]`: as many as give every
 /// multiprocessor a share of a tile's rows. Follows from the shape alone, so that a row's sums do not depend on M.
 pub(crate) fn num_planes(n: u32, c: u32, num_multiprocessors: u32) -> u32 {
@@ -288,7 +293,8 @@ impl Form {
             std::array::from_fn(|part| EvenCut::new(outputs[part].div_ceil(2), shares[part] * passes))
         };
         let largest = |passes: u32| pairs_by(passes).iter().map(|pairs| 2 * pairs.largest()).max();
-        let least = outputs.iter().zip(shares).map(|(n, shares)| n.div_ceil(shares.max(1)).div_ceil(self.rows())).max()?;
+        let least =
+            outputs.iter().zip(shares).map(|(n, shares)| n.div_ceil(shares.max(1)).div_ceil(self.rows())).max()?;
         // That passes begin at even rows asks for one more at most.
         let num_passes = if largest(least)? <= self.rows() { least } else { least + 1 };
         let pairs = pairs_by(num_passes);

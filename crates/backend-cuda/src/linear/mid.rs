@@ -5,14 +5,14 @@
 //! where there are more tokens: a row's bits then do not depend on its company.
 
 use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
-use crate::check::Elem;
+use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::kernels::linear_mid::{
     self, LinearMidParams, LinearMidPart, LinearMidVariant, MAX_PARTS, MAX_TOKENS, MidShape, PANEL_COLS,
 };
 use crate::kernels::{GateActivation, Half};
-use crate::rows::Function;
+use crate::rows::{Function, RowOps};
 use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::BackendError;
 use std::collections::HashMap;
@@ -38,7 +38,9 @@ impl MidKernels {
             return Ok(None);
         }
         let functions = LinearMidVariant::all()
-            .map(|variant| Ok((variant, Function(kernels.get_with_shared(&variant.name(), linear_mid::MOST_SHARED_BYTES)?))))
+            .map(|variant| {
+                Ok((variant, Function(kernels.get_with_shared(&variant.name(), linear_mid::MOST_SHARED_BYTES)?)))
+            })
             .collect::<Result<_, BackendError>>()?;
         let num_multiprocessors = word(device.num_multiprocessors());
         Ok(Some(Self { functions, num_multiprocessors, launches: AtomicU64::new(0) }))
@@ -48,6 +50,14 @@ impl MidKernels {
     pub(crate) fn launches(&self) -> u64 {
         self.launches.load(Ordering::Relaxed)
     }
+}
+
+/// How a product leaves its sums in planes.
+pub(crate) struct PlanesTask {
+    weight: Half,
+    pub(crate) num_planes: u32,
+    /// Of a launch at most.
+    pub(crate) num_tokens: usize,
 }
 
 /// Products of one x, as the kernel is told of them.
@@ -115,6 +125,40 @@ impl LinearOps {
             parts,
             elem: first.out.elem,
             num_planes: 1,
+            gate: None,
+        })
+    }
+
+    /// How `linear_mid` leaves the product's sums in planes, where that is the fastest: for so many tokens, or for the most
+    /// that it takes so where there are more. Not for one rank of several, whose sums of ranks read elements.
+    pub(crate) fn planes_of(&self, num_tokens: usize, product: &Product<'_>) -> Option<PlanesTask> {
+        let Matrix { rows, cols, .. } = product.matrix;
+        let weight = self.mid_weight(product.matrix).filter(|_| !self.deterministic && !self.device.is_rank())?;
+        let num_planes = linear_mid::num_planes(word(rows), word(cols), self.mid.as_ref()?.num_multiprocessors);
+        let num_tokens = linear_mid::tokens_in_planes(num_tokens)?;
+        (num_planes > 1).then_some(PlanesTask { weight, num_planes, num_tokens })
+    }
+
+    /// The product of `x` `[T, C]` as [`Self::planes_of`] said, to f32 `planes` `[P, T, N]`; a bias is part of the first.
+    pub(crate) fn run_in_planes(
+        &self,
+        rows: &RowOps,
+        x: View,
+        task: &PlanesTask,
+        product: &Product<'_>,
+        planes: u64,
+    ) -> Result<(), BackendError> {
+        let Matrix { weight, rows: n, cols } = product.matrix;
+        let mut inputs = Inputs { ops: self, rows, x, count: task.num_tokens * cols, converted: Vec::new() };
+        self.run_mid(&MidTask {
+            weight: task.weight,
+            x: inputs.as_type(weight.dtype)?,
+            num_tokens: task.num_tokens,
+            cols: word(cols),
+            weights: &[product.matrix],
+            parts: [part_of(product.bias, planes, word(n)), LinearMidPart::default(), LinearMidPart::default()],
+            elem: Elem::F32,
+            num_planes: task.num_planes,
             gate: None,
         })
     }

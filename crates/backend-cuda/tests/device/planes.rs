@@ -8,22 +8,13 @@ use pagemill_backend_cuda::{Activations, CudaBackend};
 
 /// Planes, rows, columns: one plane, more than are read at once, columns that fill no pack, a model's, rows that the
 /// norm does not take as planes.
-const SHAPES: [(usize, usize, usize); 8] = [
-    (1, 1, 8),
-    (2, 17, 33),
-    (3, 9, 896),
-    (8, 64, 4096),
-    (8, 128, 4096),
-    (11, 65, 8192),
-    (4, 3, 8200),
-    (5, 2, 14_336),
-];
+const SHAPES: [(usize, usize, usize); 8] =
+    [(1, 1, 8), (2, 17, 33), (3, 9, 896), (8, 64, 4096), (8, 128, 4096), (11, 65, 8192), (4, 3, 8200), (5, 2, 14_336)];
 
 /// Planes of different magnitude, and their sum in their order in f32.
 fn planes_and_sum(random: &mut Random, count: usize, elements: usize) -> (Vec<f32>, Vec<f32>) {
-    let planes: Vec<Vec<f32>> = (0..count)
-        .map(|p| random.normal(elements).iter().map(|x| x * (1.0 + p as f32 * 0.37)).collect())
-        .collect();
+    let planes: Vec<Vec<f32>> =
+        (0..count).map(|p| random.normal(elements).iter().map(|x| x * (1.0 + p as f32 * 0.37)).collect()).collect();
     let mut sum = planes[0].clone();
     for plane in &planes[1..] {
         sum.iter_mut().zip(plane).for_each(|(sum, x)| *sum += x);
