@@ -67,12 +67,13 @@ static_assert(sizeof(LinearMidPart) == 40 && sizeof(LinearMidParams) == 768, "sr
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
 
-/// How a kernel is compiled. Warpgroups have TILES tiles each; with 0 tiles they have one together, and tokens apart.
+/// How a kernel is compiled. Warpgroups have TILES tiles each (gated: of the gate and up), or with 0 one together (gated:
+/// one of both), and tokens apart.
 template <class ELEMENT, int COLUMNS_, int WARPGROUPS_, int TILES_, int PANELS_, bool GATED_> struct MidForm {
     using T = ELEMENT;
     static constexpr int COLUMNS = COLUMNS_, WARPGROUPS = WARPGROUPS_, PANELS = PANELS_; // panels of a stage
     static constexpr bool BY_TOKENS = TILES_ == 0, GATED = GATED_;
-    static constexpr int TILES = BY_TOKENS ? 1 : TILES_, OWN_COLUMNS = BY_TOKENS ? COLUMNS / WARPGROUPS : COLUMNS; // of a warpgroup
+    static constexpr int TILES = BY_TOKENS ? 1 + GATED : TILES_, OWN_COLUMNS = BY_TOKENS ? COLUMNS / WARPGROUPS : COLUMNS; // of a warpgroup
     static constexpr int X_BYTES = COLUMNS * PANEL_BYTES; // of a panel
     static constexpr int BOXES = GATED ? 2 : 1;           // of weights, a panel
     static_assert(CUT_PANELS % PANELS == 0, "no stage lies across a cut");
@@ -334,10 +335,11 @@ template <class F> __device__ __forceinline__ void linear_mid(const LinearMidPar
     LINEAR_MID_KERNEL(m##COLUMNS##_w##WARPGROUPS##_t##TILES##_p##PANELS##_g##GATED, Bf16, COLUMNS, WARPGROUPS, TILES, PANELS, GATED)
 #include "bench/linear_mid_variants.inc"
 #else
-// `FORMS` in src/kernels/linear_mid.rs (measured best, NOTES.md): for shares of up to a tile's rows, for larger ones, gated.
+// `FORMS` in src/kernels/linear_mid.rs (measured best, NOTES.md): for shares of up to a tile's rows, and for larger ones; gated.
 #define LINEAR_MID_FORMS(name, T, COLUMNS)                                                                               \
     LINEAR_MID_KERNEL(name##_m##COLUMNS##_w2_t0, T, COLUMNS, 2, 0, 4, false)                                             \
     LINEAR_MID_KERNEL(name##_m##COLUMNS##_w2_t2, T, COLUMNS, 2, 2, 1, false)                                             \
+    LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_w2_t0, T, COLUMNS, 2, 0, 2, true)                                      \
     LINEAR_MID_KERNEL(gated_##name##_m##COLUMNS##_w2_t2, T, COLUMNS, 2, 2, 1, true)
 #define LINEAR_MID_KERNELS(name, T) LINEAR_MID_FORMS(name, T, 16) LINEAR_MID_FORMS(name, T, 32) LINEAR_MID_FORMS(name, T, 64) LINEAR_MID_FORMS(name, T, 128)
 LINEAR_MID_KERNELS(bf16, Bf16)

@@ -14,7 +14,7 @@ struct Variant {
     int columns, warpgroups, tiles, panels;
     bool gated;
     void (*kernel)(LinearMidParams);
-    int rows() const { return 64 * (tiles == 0 ? 1 : gated ? warpgroups : warpgroups * tiles); }
+    int rows() const { return 64 * std::max(warpgroups * tiles / (gated ? 2 : 1), 1); }
     int threads() const { return warpgroups * 128 + pagemill::FEEDERS; }
 };
 #undef V

@@ -188,26 +188,21 @@ impl Form {
         Self { columns, warpgroups: 2, tiles: 2, panels: 1, gated: false }
     }
 
-    const fn gated(columns: u32) -> Self {
+    const fn gated_narrow(columns: u32) -> Self {
+        Self { panels: 2, gated: true, ..Self::narrow(columns) }
+    }
+
+    const fn gated_wide(columns: u32) -> Self {
         Self { gated: true, ..Self::wide(columns) }
+    }
+
+    const fn all(columns: u32) -> [Self; 4] {
+        [Self::narrow(columns), Self::wide(columns), Self::gated_narrow(columns), Self::gated_wide(columns)]
     }
 }
 
 /// Measured best (`kernels/NOTES.md`). By columns; of as many the narrow one first.
-const FORMS: [Form; 12] = [
-    Form::narrow(16),
-    Form::wide(16),
-    Form::gated(16),
-    Form::narrow(32),
-    Form::wide(32),
-    Form::gated(32),
-    Form::narrow(64),
-    Form::wide(64),
-    Form::gated(64),
-    Form::narrow(MAX_TOKENS),
-    Form::wide(MAX_TOKENS),
-    Form::gated(MAX_TOKENS),
-];
+const FORMS: [[Form; 4]; 4] = [Form::all(16), Form::all(32), Form::all(64), Form::all(MAX_TOKENS)];
 
 /// What a launch is to do.
 #[derive(Clone, Copy, Debug)]
@@ -273,7 +268,7 @@ fn share_out(outputs: &[u32; MAX_PARTS], most: u32) -> [u32; MAX_PARTS] {
 impl Form {
     /// Rows of a pass at most; gated: of each of both.
     fn rows(&self) -> u32 {
-        TILE_ROWS * if self.gated { self.warpgroups } else { (self.warpgroups * self.tiles).max(1) }
+        TILE_ROWS * (self.warpgroups * self.tiles / if self.gated { 2 } else { 1 }).max(1)
     }
 
     /// Bytes of a stage of weights, and of one of x.
@@ -311,17 +306,19 @@ impl Form {
 impl LinearMidVariant {
     /// Every compiled form.
     pub(crate) fn all() -> impl Iterator<Item = Self> {
-        [Half::Bf16, Half::F16].into_iter().flat_map(|weight| FORMS.map(|form| Self { weight, form }))
+        [Half::Bf16, Half::F16]
+            .into_iter()
+            .flat_map(|weight| FORMS.into_iter().flatten().map(move |form| Self { weight, form }))
     }
 
     /// The form for a launch, and its cut, on so many multiprocessors: the narrowest, of those the one with the fewest
     /// passes. Whichever it is, a row has the same sums at the same number of planes.
     pub(crate) fn of_products(products: &MidShape, num_multiprocessors: u32) -> Option<(Self, Cut)> {
         let MidShape { weight, gated, m, outputs, num_planes } = *products;
-        let columns = FORMS.iter().map(|form| form.columns).find(|&columns| m > 0 && m <= columns)?;
-        FORMS
+        let forms = FORMS.iter().find(|forms| (1..=forms[0].columns).contains(&m))?;
+        forms
             .iter()
-            .filter(|form| form.columns == columns && form.gated == gated)
+            .filter(|form| form.gated == gated)
             .filter_map(|&form| Some((Self { weight, form }, form.cut(&outputs, num_planes, num_multiprocessors)?)))
             .min_by_key(|(_, cut)| cut.num_passes)
     }
@@ -382,7 +379,7 @@ mod tests {
 
     #[test]
     fn every_cut_has_all_rows_and_fits_a_multiprocessor() {
-        for form in FORMS {
+        for form in FORMS.into_iter().flatten() {
             for n in (1..400).chain([896, 4864, 14_335, 40_000, 151_936, 1 << 25]) {
                 for (outputs, num_planes, blocks) in
                     [([n, 0, 0], 1, 132), ([n, 0, 0], 8, 132), ([n, n / 3, 40], 1, 114), ([n, 5, 0], 1, 1)]
@@ -415,9 +412,10 @@ mod tests {
         assert_eq!(of(17, 4096, false), "linear_mid_bf16_m32_w2_t0");
         assert_eq!(of(MAX_TOKENS, 128_256, false), "linear_mid_bf16_m128_w2_t2");
         assert_eq!(of(64, 14_336, true), "linear_mid_gated_bf16_m64_w2_t2");
+        assert_eq!(of(64, 4864, true), "linear_mid_gated_bf16_m64_w2_t0");
         let products = MidShape { weight: Half::F16, gated: false, m: 129, outputs: [64, 0, 0], num_planes: 1 };
         assert_eq!(LinearMidVariant::of_products(&products, 132), None);
-        assert_eq!(LinearMidVariant::all().count(), 2 * FORMS.len());
+        assert_eq!(LinearMidVariant::all().count(), 2 * 4 * FORMS.len());
     }
 
     #[test]
