@@ -15,9 +15,9 @@
 // the launch.
 //
 // Two warps feed, through rings of their own: weights, which wait for nothing but room, since they do not depend on the
-// previous kernel; and x. One or two warpgroups multiply: each has tiles of its own, or they have one together, each for
-// half of the tokens. The gated form has the gate's tile and up's in one warpgroup, so that both sums of an output are
-// in one register. Up to three products of one x (q, k, v) share a launch.
+// previous kernel; and x. Two warpgroups multiply: each has tiles of its own, or they have one together, each for half
+// of the tokens. The gated form has the gate's tile and up's in one warpgroup, so that both sums of an output are in one
+// thread's registers. Up to three products of one x (q, k, v) share a launch.
 //
 // Tried (NOTES.md): x brought once for a cluster of two or four (no gain, and clusters find room late); a stage given
 // back when the next is under way; rings that leave room for the next kernel's.
@@ -26,10 +26,7 @@
 namespace pagemill {
 
 constexpr int MID_PARTS = 3;
-constexpr int PANEL_BYTES = 128; // of a row
-constexpr int CUT_PANELS = 4;    // C is cut at multiples of so many
-constexpr int MAX_SLOTS = 16;    // of a ring
-constexpr int FEEDERS = 64;      // threads: a warp for weights, a warp for x
+constexpr int FEEDERS = 64; // threads: a warp for weights, a warp for x
 
 /// `quotient` units to each of several runs, and one more to each of the first `remainder`.
 struct EvenCut {
@@ -66,6 +63,10 @@ struct LinearMidParams {
 static_assert(sizeof(LinearMidPart) == 40 && sizeof(LinearMidParams) == 768, "src/kernels/linear_mid.rs has the same");
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || !defined(__CUDA_ARCH__)
+
+constexpr int PANEL_BYTES = 128; // of a row
+constexpr int CUT_PANELS = 4;    // C is cut at multiples of so many
+constexpr int MAX_SLOTS = 16;    // of a ring
 
 /// How a kernel is compiled. Warpgroups have TILES tiles each (gated: of the gate and up), or with 0 one together (gated:
 /// one of both), and tokens apart.

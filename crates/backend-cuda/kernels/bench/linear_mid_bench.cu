@@ -58,7 +58,7 @@ struct Launch {
 
 /// As in src/kernels/linear_mid.rs: shares of the rows, at most as many as thread blocks are there at once, none of fewer
 /// than `least` rows.
-static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STATIC_SHARED - 1024, int least = 16) {
+static Launch plan(const Variant& v, const Work& w, int least = 16) {
     Launch l = {};
     LinearMidParams& p = l.p;
     const int parts = v.gated ? 1 : 3;
@@ -98,8 +98,9 @@ static Launch plan(const Variant& v, const Work& w, int ring = MAX_SHARED - STAT
     p.plane_stride = uint64_t(w.m) * w.n[0] * 4;
     const int x_bytes = v.panels * v.columns * 128, w_bytes = v.panels * (v.gated ? 2 : 1) * p.tile_rows * 128;
     // x comes from L2, sooner than weights: six of ten as many stages.
-    p.w_slots = std::min<uint32_t>(10 * ring / (10 * w_bytes + 6 * x_bytes), pagemill::MAX_SLOTS);
-    p.x_slots = std::min<uint32_t>((ring - p.w_slots * w_bytes) / x_bytes, p.w_slots);
+    constexpr int RING = MAX_SHARED - STATIC_SHARED - 1024;
+    p.w_slots = std::min<uint32_t>(10 * RING / (10 * w_bytes + 6 * x_bytes), pagemill::MAX_SLOTS);
+    p.x_slots = std::min<uint32_t>((RING - p.w_slots * w_bytes) / x_bytes, p.w_slots);
     l.grid = dim3(shares, w.planes), l.shared = 1024 + p.x_slots * x_bytes + p.w_slots * w_bytes;
     if (p.x_slots < 2 || p.w_slots < 2) l.grid.x = 0;
     return l;
@@ -149,7 +150,7 @@ static void check(const Variant& v, int m, int n, int c, uint32_t y_type, bool p
             const size_t plane = size_t(m) * sizes[i];
             for (size_t j = plane; j < got.size(); ++j) got[j % plane] += got[j];
             got.resize(plane);
-            double error = relative_error(got, ref[i].floats()), limit = y_type == 0 ? 2e-6 : 3e-3;
+            double error = relative_error(got, ref[i].floats()), limit = y_type == 0 ? (v.gated ? 4e-6 : 2e-6) : 3e-3; // gated: of two sums
             char what[160];
             snprintf(what, sizeof what, "linear_mid%s %s m %d n %d c %d y %u part %d planes %d run %d", v.gated ? " gated" : "", v.name, m, n, c, y_type, i, planes, twice);
             ++checks;
@@ -229,7 +230,7 @@ static const Shape SHAPES[] = {{"qkv", {4096, 1024, 1024}, 4096, false, false}, 
                                {"down .5", {896, 0, 0}, 4864, false, true}};
 static size_t elements_of(const Shape& s) { return size_t(s.n[0] + s.n[1] + s.n[2]) * s.c; }
 
-struct Choice { const Variant* v; int planes; double us; std::string name; int ring; };
+struct Choice { const Variant* v; int planes; double us; std::string name; };
 
 int main(int argc, char** argv) {
     brief = argc > 1 && !strcmp(argv[1], "brief");
@@ -263,67 +264,55 @@ int main(int argc, char** argv) {
         for (int i = 0; i < 3; ++i) w.w[i] = at, at += size_t(s.n[i]) * s.c, w.y[i] = s.planes ? (void*)planes.ptr : (void*)(y.ptr + i * size_t(4096) * 128);
         return w;
     };
-    constexpr int ALL = MAX_SHARED - STATIC_SHARED - 1024, RINGS[][2] = {{ALL, ALL}, {(124 << 10), (99 << 10)}, {(137 << 10), (86 << 10)}}; // of qkv and gate_up, of o and down
     for (int m : {16, 32, 64, 128}) {
         printf("-- m %d: us overlapped by form and planes\n", m);
-        std::vector<std::vector<Choice>> best[3];
-        for (int rings = 0; rings < 1; ++rings)
-            for (auto& s : SHAPES) {
-                if (rings > 0 && s.n[0] > 100000) continue;
-                std::vector<Choice> all;
-                for (const Variant& v : VARIANTS) {
-                    if (v.columns != m || v.gated != s.gated) continue;
-                    for (int count : {1, 2, 4, 8}) {
-                        if (s.planes ? count > (s.c == 4096 || s.c == 14336 ? 4 : 8) : count > 1) continue;
-                        const int ring = RINGS[rings][s.planes];
-                        const size_t elements = elements_of(s), copies = POOL / 2 / elements;
-                        const Launch l = plan(v, work_of(s, m, pool.ptr, count), ring);
-                        // A form of more rows than shares have, or with passes where there are larger ones.
-                        if (l.grid.x == 0 || (s.n[0] < 100000 && (l.p.num_passes > 1 || (v.rows() > 64 && int(l.p.tile_rows) * 2 < v.rows() && !v.gated)))) continue;
-                        if (s.n[0] > 100000 && v.rows() < 128) continue;
-                        const double us = graph_time_us(std::min<size_t>(copies, 24), [&](cudaStream_t st, int i) { run(v, plan(v, work_of(s, m, pool.ptr + elements * i, count), ring), st, true); }, 7);
-                        char name[96];
-                        snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid.x * l.grid.y, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
-                        all.push_back({&v, count, us, name, ring});
-                    }
+        std::vector<std::vector<Choice>> best;
+        for (auto& s : SHAPES) {
+            std::vector<Choice> all;
+            for (const Variant& v : VARIANTS) {
+                if (v.columns != m || v.gated != s.gated) continue;
+                for (int count : {1, 2, 4, 8}) {
+                    if (count > (s.planes ? s.c == 896 || s.c == 4864 ? 8 : 4 : 1)) continue;
+                    const size_t elements = elements_of(s), copies = POOL / 2 / elements;
+                    const Launch l = plan(v, work_of(s, m, pool.ptr, count));
+                    // Not a form of more rows than shares have, nor one with passes where there are larger ones.
+                    if (s.n[0] < 100000 ? l.p.num_passes > 1 || (v.rows() > 64 && int(l.p.tile_rows) * 2 < v.rows() && !v.gated) : v.rows() < 128) continue;
+                    const double us = graph_time_us(std::min<size_t>(copies, 24), [&](cudaStream_t st, int i) { run(v, plan(v, work_of(s, m, pool.ptr + elements * i, count)), st, true); }, 7);
+                    char name[96];
+                    snprintf(name, sizeof name, "%s planes %d grid %d rows %u slots %u+%u", v.name, count, l.grid.x * l.grid.y, l.p.tile_rows, l.p.w_slots, l.p.x_slots);
+                    all.push_back({&v, count, us, name});
                 }
-                std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.us < b.us; });
-                for (auto& c : all) printf("%-8s %7.2f us %.2f TB/s  ring %d %s\n", s.name, c.us, elements_of(s) * 2 / c.us / 1e6, c.ring >> 10, c.name.c_str());
-                best[rings].push_back(all);
             }
+            std::sort(all.begin(), all.end(), [](auto& a, auto& b) { return a.us < b.us; });
+            for (auto& c : all) printf("%-10s %7.2f us %.2f TB/s  %s\n", s.name, c.us, elements_of(s) * 2 / c.us / 1e6, c.name.c_str());
+            best.push_back(all);
+        }
         // Layers as the engine runs them: a norm before qkv, and gate and up; something small before o.
         auto layer = [&](const Choice (&of)[4], bool release_first, const char* what) {
             const double us = graph_time_us(12, [&](cudaStream_t st, int nth) {
                 const Bf* at = pool.ptr + size_t(nth) * 218103808;
                 for (int i = 0; i < 4; ++i) {
                     auto& s = SHAPES[i];
-                    const Launch l = plan(*of[i].v, work_of(s, m, at, of[i].planes), of[i].ring);
+                    const Launch l = plan(*of[i].v, work_of(s, m, at, of[i].planes));
                     at += elements_of(s);
                     if (i < 3) launch(norm, dim3(m), dim3(512), 0, st, true, Norm{(const float4*)planes.ptr, (uint4*)x.ptr, uint32_t(i == 2 ? of[1].planes : i == 0 ? of[3].planes : 1), uint32_t(m), release_first});
                     run(*of[i].v, l, st, true);
                 }
             }, 9);
-            printf("layer %s first %d: %.2f us;", what, release_first, us);
-            for (auto& c : of) printf(" %s p%d r%d |", c.v->name + 4, c.planes, c.ring >> 10);
+            printf("layer, %s, norms release %s: %.2f us;", what, release_first ? "first" : "behind their wait", us);
+            for (auto& c : of) printf(" %s planes %d |", c.v->name, c.planes);
             printf("\n");
         };
-        for (int rings = 0; rings < 1; ++rings) {
-            Choice chosen[4];
-            bool complete = true;
-            for (int i = 0; i < 4; ++i) {
-                complete &= !best[rings][i].empty();
-                if (complete) chosen[i] = best[rings][i][0];
+        Choice chosen[4];
+        for (int i = 0; i < 4; ++i) chosen[i] = best[i][0];
+        for (int release_first = 0; release_first < 2; ++release_first) layer(chosen, release_first, "the best of each");
+        for (int i = 0; i < 4; ++i)
+            for (int nth = 1; nth < 4 && nth < int(best[i].size()); ++nth) {
+                Choice other[4] = {chosen[0], chosen[1], chosen[2], chosen[3]};
+                other[i] = best[i][nth];
+                layer(other, true, SHAPES[i].name);
             }
-            if (!complete) continue;
-            for (int release_first = 0; release_first < 2; ++release_first) layer(chosen, release_first, "best ");
-            for (int i = 0; i < 4; ++i)
-                for (int nth = 1; nth < 4 && nth < int(best[rings][i].size()); ++nth) {
-                    Choice other[4] = {chosen[0], chosen[1], chosen[2], chosen[3]};
-                    other[i] = best[rings][i][nth];
-                    layer(other, true, SHAPES[i].name);
-                }
-            layer(chosen, true, "again");
-        }
+        layer(chosen, true, "the best again");
     }
     return failures;
 }

@@ -135,7 +135,7 @@ pub(crate) fn is_faster(num_tokens: usize, outputs: [usize; MAX_PARTS], c: usize
 
 /// The same of gate, up and the activation, which the library needs three launches for.
 pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
-    (MIN_TOKENS..=FASTER_ALONE).contains(&num_tokens)
+    (MIN_TOKENS..=MAX_TOKENS as usize).contains(&num_tokens)
 }
 
 /// How many of so many tokens are taken in planes, if any are: all of them, or as many as a launch takes.
@@ -435,7 +435,8 @@ mod tests {
         let head = |tokens| is_faster(tokens, [128_256, 0, 0], 4096);
         assert!(!head(8) && head(9) && head(64) && !head(65));
         assert!(!is_faster(32, [4096, 0, 0], 4096), "one product of few rows is the library's");
-        assert!(is_faster_gated(9) && is_faster_gated(64) && !is_faster_gated(8) && !is_faster_gated(65));
+        assert!(is_faster_gated(9) && is_faster_gated(128) && !is_faster_gated(8) && !is_faster_gated(129));
+        assert_eq!([8, 9, 128, 129].map(tokens_in_planes), [None, Some(9), Some(128), Some(128)]);
     }
 
     #[test]

@@ -1,8 +1,11 @@
 //! Products of up to 128 tokens at a time by `linear_mid.cu`: which of them it takes, and its launches. Callers have
 //! checked shapes.
 //!
+//! Products with fewer rows than a tile for each multiprocessor (a layer's output and down projections) leave their sums
+//! in planes, so that all multiprocessors have rows enough; whoever reads the output adds them up.
+//!
 //! Where results must be deterministic it takes all products of 16-bit weights that the copy engine reads, in pieces
-//! where there are more tokens: a row's bits then do not depend on its company.
+//! where there are more tokens and without planes: a row's bits then do not depend on its company.
 
 use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
 use crate::check::{Elem, View};
