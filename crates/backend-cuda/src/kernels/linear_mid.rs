@@ -31,6 +31,8 @@ const ALIGN_BYTES: u32 = 1024;
 const LEAST_ROWS: u32 = 16;
 /// Fewer are `linear_small`'s.
 const MIN_TOKENS: usize = 9;
+/// The same of products that leave planes.
+const MIN_TOKENS_IN_PLANES: usize = 17;
 /// Up to so many this kernel beats the library by itself, without sparing launches.
 const FASTER_ALONE: usize = 64;
 /// Weights lie on multiples of so many bytes, and rows do; x does in any case, as all temporaries.
@@ -140,7 +142,7 @@ pub(crate) fn is_faster_gated(num_tokens: usize) -> bool {
 
 /// How many of so many tokens are taken in planes, if any are: all of them, or as many as a launch takes.
 pub(crate) fn tokens_in_planes(num_tokens: usize) -> Option<usize> {
-    (num_tokens >= MIN_TOKENS).then_some(num_tokens.min(MAX_TOKENS as usize))
+    (num_tokens >= MIN_TOKENS_IN_PLANES).then_some(num_tokens.min(MAX_TOKENS as usize))
 }
 
 /// Ranges that C is cut into where the kernel leaves its sums in planes, `[planes, M, N]`: as many as give every
@@ -436,7 +438,7 @@ mod tests {
         assert!(!head(8) && head(9) && head(64) && !head(65));
         assert!(!is_faster(32, [4096, 0, 0], 4096), "one product of few rows is the library's");
         assert!(is_faster_gated(9) && is_faster_gated(128) && !is_faster_gated(8) && !is_faster_gated(129));
-        assert_eq!([8, 9, 128, 129].map(tokens_in_planes), [None, Some(9), Some(128), Some(128)]);
+        assert_eq!([16, 17, 128, 129].map(tokens_in_planes), [None, Some(17), Some(128), Some(128)]);
     }
 
     #[test]

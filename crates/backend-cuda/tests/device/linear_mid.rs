@@ -184,13 +184,13 @@ fn products_of_few_rows_leave_planes() {
             let weights = (load(&gpu, dtype, rows, cols, &bytes), load(&cpu, dtype, rows, cols, &bytes));
             let bias = random.normal(rows);
             let biases = (gpu.load_vector("bias", &bias).unwrap(), cpu.load_vector("bias", &bias).unwrap());
-            for tokens in [8, 9, 33, 64, 65, 128, 129] {
+            for tokens in [8, 17, 33, 64, 65, 128, 129] {
                 let x = rounded(Activations::Bf16, &random.normal(tokens * cols));
                 let places = (activation(&gpu, tokens, cols, &x), activation(&cpu, tokens, cols, &x));
                 let has_bias = tokens % 2 == 0;
                 let want = product(&cpu, &places.1, &weights.1, has_bias.then_some(&biases.1));
                 let bias = has_bias.then_some(&biases.0);
-                let in_planes = (9..=128).contains(&tokens);
+                let in_planes = (17..=128).contains(&tokens);
                 let what = format!("{dtype} [{tokens}, {cols}] by [{rows}, {cols}], bias {has_bias}");
                 let (got, launches) = counted(&gpu, &places.0, &weights.0, bias, false);
                 assert_close(&got, &want, 1.0 / 128.0, &what);
@@ -214,7 +214,7 @@ fn a_rows_planes_do_not_depend_on_its_company() {
             bits(&added(&gpu, &x, &weight, None))
         };
         let all = run(0, 128);
-        for (first, count) in [(0, 9), (119, 9), (3, 16), (90, 17), (40, 64), (17, 100)] {
+        for (first, count) in [(0, 17), (111, 17), (3, 32), (90, 33), (40, 64), (17, 100)] {
             let want = &all[first * rows..(first + count) * rows];
             assert!(run(first, count) == want, "{rows} x {cols}: {count} tokens from {first}");
         }
