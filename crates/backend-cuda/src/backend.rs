@@ -16,6 +16,7 @@ mod embedding;
 mod launches;
 mod planes;
 mod pools;
+mod products;
 mod ranks;
 mod temporaries;
 mod weights;
@@ -397,7 +398,13 @@ impl Backend for CudaBackend {
         if num_tokens == 0 {
             return Ok(());
         }
-        self.linear.run(&self.rows, view(OP, x)?, num_tokens, cols, &products)
+        let x = view(OP, x)?;
+        if let ([part], [product]) = (&mut *parts, &products[..])
+            && self.leaves_planes(x, num_tokens, product, part.out)?
+        {
+            return Ok(());
+        }
+        self.linear.run(&self.rows, x, num_tokens, cols, &products)
     }
 
     /// Gate, up and the activation between them in one kernel where there is one for them.

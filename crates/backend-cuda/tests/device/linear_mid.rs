@@ -1,12 +1,13 @@
 //! Products of some ten to some hundred tokens, and those whose bits must not depend on company.
 
 use crate::linear::{HALVES, StoredMlp, bits, chain, levelled, load, place, product, square_weights, stored};
-use crate::support::{Random, activation, assert_close, deterministic_gpu, gpu, host, poisoned, rounded, scalar};
+use crate::support::{
+    Random, activation, assert_close, deterministic_gpu, gpu, host, poisoned, rounded, scalar, tensor,
+};
 use pagemill_backend::{Activation, Backend, DType, LinearInput, LinearPart, Tensor, Weight};
 use pagemill_backend_cuda::{Activations, CudaBackend};
 
-/// A part of a slab at the end, one slab for a cluster and several, a quarter of C without a panel and one of many, a
-/// part of a panel at the end.
+/// One row, part of a tile, a tile for each multiprocessor and several passes, a part of a panel and of a stage at the end.
 const SHAPES: [(usize, usize); 7] =
     [(1, 8), (33, 896), (5001, 896), (896, 904), (16_500, 256), (1001, 4096), (130, 14_336)];
 
@@ -158,23 +159,90 @@ fn some_tokens_take_the_fastest_kernel() {
     }
 }
 
+/// Rows and columns of products that leave planes: two of them to eight, the last of them a part of a panel.
+const SHAPES_IN_PLANES: [(usize, usize); 6] =
+    [(33, 896), (896, 904), (1001, 4096), (4096, 512), (130, 14_336), (1, 1032)];
+
+/// The product as an addition reads it.
+fn added(gpu: &CudaBackend, x: &Tensor, weight: &Weight, bias: Option<&Tensor>) -> Vec<f32> {
+    let mut out = poisoned(gpu, x.rows(), weight.rows());
+    gpu.linear(x, &mut [LinearPart { weight, bias, out: &mut out }]).unwrap();
+    let mut residual = tensor(gpu, x.rows(), weight.rows(), &vec![0.0; x.rows() * weight.rows()]);
+    gpu.add(&mut residual, &out).unwrap();
+    host(gpu, &residual)
+}
+
+/// Where company may matter a product of few rows leaves its sums to whoever reads them.
+#[test]
+fn products_of_few_rows_leave_planes() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    let cpu = scalar();
+    for dtype in HALVES {
+        for (rows, cols) in SHAPES_IN_PLANES {
+            let mut random = Random::new((rows + cols) as u64);
+            let bytes = levelled(dtype, rows, cols, &mut random);
+            let weights = (load(&gpu, dtype, rows, cols, &bytes), load(&cpu, dtype, rows, cols, &bytes));
+            let bias = random.normal(rows);
+            let biases = (gpu.load_vector("bias", &bias).unwrap(), cpu.load_vector("bias", &bias).unwrap());
+            for tokens in [8, 17, 33, 64, 65, 128, 129] {
+                let x = rounded(Activations::Bf16, &random.normal(tokens * cols));
+                let places = (activation(&gpu, tokens, cols, &x), activation(&cpu, tokens, cols, &x));
+                let has_bias = tokens % 2 == 0;
+                let want = product(&cpu, &places.1, &weights.1, has_bias.then_some(&biases.1));
+                let bias = has_bias.then_some(&biases.0);
+                let in_planes = (17..=128).contains(&tokens);
+                let what = format!("{dtype} [{tokens}, {cols}] by [{rows}, {cols}], bias {has_bias}");
+                let (got, launches) = counted(&gpu, &places.0, &weights.0, bias, false);
+                assert_close(&got, &want, 1.0 / 128.0, &what);
+                assert_eq!(launches, u64::from(in_planes), "{what}");
+                let tolerance = if in_planes { 5e-5 } else { 1.0 / 128.0 };
+                assert_close(&added(&gpu, &places.0, &weights.0, bias), &want, tolerance, &format!("{what}, added"));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_rows_planes_do_not_depend_on_its_company() {
+    let Some(gpu) = gpu(Activations::Bf16) else { return };
+    for (rows, cols) in SHAPES_IN_PLANES {
+        let mut random = Random::new((rows * cols) as u64);
+        let weight = load(&gpu, DType::BF16, rows, cols, &levelled(DType::BF16, rows, cols, &mut random));
+        let x = random.normal(128 * cols);
+        let run = |first: usize, count: usize| {
+            let x = activation(&gpu, count, cols, &x[first * cols..(first + count) * cols]);
+            bits(&added(&gpu, &x, &weight, None))
+        };
+        let all = run(0, 128);
+        for (first, count) in [(0, 17), (111, 17), (3, 32), (90, 33), (40, 64), (17, 100)] {
+            let want = &all[first * rows..(first + count) * rows];
+            assert!(run(first, count) == want, "{rows} x {cols}: {count} tokens from {first}");
+        }
+    }
+}
+
 /// Each kernel begins while the one before it still runs: it must not read, nor overwrite, too early.
 #[test]
 fn overlapped_launches_of_some_tokens_wait_for_one_another() {
-    let Some(gpu) = deterministic_gpu(Activations::Bf16) else { return };
-    // Fewer slabs than clusters, and more.
+    for gpu in [deterministic_gpu(Activations::Bf16), gpu(Activations::Bf16)].into_iter().flatten() {
+        overlapped_launches_wait(&gpu);
+    }
+}
+
+fn overlapped_launches_wait(gpu: &CudaBackend) {
+    // Fewer shares than multiprocessors, and more tiles.
     for side in [256, 2112, 8192] {
         let mut random = Random::new(side as u64);
-        let weights = square_weights(&gpu, side, &mut random);
+        let weights = square_weights(gpu, side, &mut random);
         for tokens in [1, 20, 64, 128] {
             let start = random.normal(tokens * side);
             let run = |between: &dyn Fn(&Tensor)| {
-                let mut places = [activation(&gpu, tokens, side, &start), poisoned(&gpu, tokens, side)];
+                let mut places = [activation(gpu, tokens, side, &start), poisoned(gpu, tokens, side)];
                 let mut end = gpu.temp(tokens, side).unwrap();
-                chain(&gpu, &weights, &mut places, &mut end, between);
-                bits(&host(&gpu, &end))
+                chain(gpu, &weights, &mut places, &mut end, between);
+                bits(&host(gpu, &end))
             };
-            let want = run(&|x| drop(host(&gpu, x)));
+            let want = run(&|x| drop(host(gpu, x)));
             assert!(want.iter().all(|&x| f32::from_bits(x).is_finite()));
             for round in 0..10 {
                 assert!(run(&|_| ()) == want, "side {side}, {tokens} tokens, round {round}");

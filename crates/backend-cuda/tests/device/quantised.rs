@@ -286,8 +286,14 @@ fn mixed_types_of_one_input() {
         let launches = counted(&gpu, || gpu.linear(&x, &mut parts).unwrap());
         assert_eq!(launches, expected, "{tokens} tokens");
         for (weight, out) in weights.iter().zip(&outs) {
-            let alone = product(&gpu, &x, weight, None);
-            assert!(bits(&host(&gpu, out)) == bits(&alone), "{} of {tokens} tokens", weight.dtype());
+            let (together, alone) = (host(&gpu, out), product(&gpu, &x, weight, None));
+            let what = format!("{} of {tokens} tokens", weight.dtype());
+            if weight.dtype() == DType::BF16 {
+                // By itself it may leave its sums in planes: they are added up in another order.
+                assert_close(&together, &alone, 1.0 / 128.0, &what);
+            } else {
+                assert!(bits(&together) == bits(&alone), "{what}");
+            }
         }
     }
 }
