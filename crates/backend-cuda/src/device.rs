@@ -1,6 +1,7 @@
 //! The driver, one device's context and its streams; faults of the driver as this workspace's errors. Decides
 //! whether there is a device at all. Knows no memory and no kernel.
 
+use crate::kernels::Launch;
 use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
 use std::ffi::{c_char, c_void};
@@ -232,6 +233,41 @@ impl Device {
     pub(crate) fn memory_info(&self) -> Result<(usize, usize), BackendError> {
         self.bind()?;
         result::mem_get_info().map_err(|error| self.fault("reading its memory", error))
+    }
+
+    /// How many clusters of `thread_blocks` thread blocks of the kernel are on the chip at once.
+    pub(crate) fn max_clusters(
+        &self,
+        function: sys::CUfunction,
+        thread_blocks: u32,
+        launch: &Launch,
+    ) -> Result<u32, BackendError> {
+        self.bind()?;
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: thread_blocks, y: 1, z: 1 },
+            },
+        };
+        let config = sys::CUlaunchConfig {
+            gridDimX: launch.grid.0,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: launch.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: launch.shared_bytes,
+            hStream: self.stream,
+            attrs: &raw mut attribute,
+            numAttrs: 1,
+        };
+        let mut count = 0;
+        // SAFETY: writes one number; the configuration and its attribute live during the call.
+        unsafe { sys::cuOccupancyMaxActiveClusters(&raw mut count, function, &raw const config) }
+            .result()
+            .map_err(|error| self.fault("counting the clusters of a kernel", error))?;
+        Ok(u32::try_from(count).unwrap_or(0))
     }
 
     /// Launches `function` with one struct as its argument.
