@@ -27,8 +27,8 @@ use crate::check::{Elem, Summand, View, summand, to_u32, view, view_f32};
 use crate::device::{self, Device};
 use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
 use crate::images::Kernels;
-use crate::linear::{GatedProduct, LinearOps, Matrix, Product};
-use crate::loading::{cuda_weight, upload};
+use crate::linear::{GatedProduct, LinearOps};
+use crate::loading::upload;
 use crate::memory::{CudaBuffer, DeviceMemory, Workspace, checked_bytes};
 use crate::planes::PlaneOps;
 use crate::rows::{NormTask, RowOps};
@@ -42,6 +42,7 @@ use pagemill_backend::{
     DeviceInfo, DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv,
     ReadRows, RopeTable, Tensor, Weight, WeightDesc, composed,
 };
+use products::matrix;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -173,10 +174,6 @@ impl CudaBackend {
             eps,
         })
     }
-}
-
-fn matrix<'a>(op: &'static str, weight: &'a Weight) -> Result<Matrix<'a>, BackendError> {
-    Ok(Matrix { weight: cuda_weight(op, weight)?, rows: weight.rows(), cols: weight.cols() })
 }
 
 /// Both have the same element type.
@@ -381,19 +378,7 @@ impl Backend for CudaBackend {
     fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Result<(), BackendError> {
         const OP: &str = "linear";
         let (num_tokens, cols) = (x.rows(), x.cols());
-        let products = parts
-            .iter()
-            .map(|part| {
-                let rows = part.weight.rows();
-                ensure(OP, part.weight.cols() == cols, || {
-                    (format!("x with {} columns for {}", part.weight.cols(), part.weight.name()), cols.to_string())
-                })?;
-                ensure_shape(OP, "out", part.out, num_tokens, rows)?;
-                part.bias.map_or(Ok(()), |bias| ensure_shape(OP, "bias", bias, 1, rows))?;
-                let bias = part.bias.map(|bias| view_f32(OP, bias)).transpose()?;
-                Ok(Product { matrix: matrix(OP, part.weight)?, bias, out: view(OP, part.out)? })
-            })
-            .collect::<Result<Vec<_>, BackendError>>()?;
+        let products = products::checked(x, parts)?;
         to_u32(OP, "tokens", num_tokens)?;
         if num_tokens == 0 {
             return Ok(());
