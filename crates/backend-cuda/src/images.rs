@@ -113,13 +113,22 @@ impl Kernels {
         let function = self.get(name)?;
         if shared_bytes > SHARED_BYTES_UNASKED {
             let limit = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            self.device.bind()?;
-            // SAFETY: a function of a loaded module.
-            unsafe { result::function::set_function_attribute(function, limit, shared_bytes.cast_signed()) }.map_err(
-                |error| self.device.fault(&format!("giving {name} {shared_bytes} bytes of shared memory"), error),
-            )?;
+            self.set(function, limit, shared_bytes, || format!("giving {name} {shared_bytes} bytes of shared memory"))?;
         }
         Ok(function)
+    }
+
+    fn set(
+        &self,
+        function: sys::CUfunction,
+        attribute: sys::CUfunction_attribute,
+        value: u32,
+        what: impl FnOnce() -> String,
+    ) -> Result<(), BackendError> {
+        self.device.bind()?;
+        // SAFETY: a function of a loaded module.
+        unsafe { result::function::set_function_attribute(function, attribute, value.cast_signed()) }
+            .map_err(|error| self.device.fault(&what(), error))
     }
 
     /// As [`Self::get_with_shared`], of a kernel that wants `percent` of a multiprocessor's memory as shared memory and
@@ -133,11 +142,7 @@ impl Kernels {
         let function = self.get_with_shared(name, shared_bytes)?;
         if let Some(percent) = percent {
             let carveout = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT;
-            self.device.bind()?;
-            // SAFETY: a function of a loaded module.
-            unsafe { result::function::set_function_attribute(function, carveout, percent.cast_signed()) }.map_err(
-                |error| self.device.fault(&format!("asking for {percent} % of shared memory for {name}"), error),
-            )?;
+            self.set(function, carveout, percent, || format!("asking for {percent} % of shared memory for {name}"))?;
         }
         Ok(function)
     }

@@ -200,6 +200,20 @@ fn word(count: usize) -> u32 {
     count as u32
 }
 
+/// The kind of the first product, and how many of the first, at most `most`, are of it and of one output type; `None`:
+/// the first is of no kind.
+fn first_alike<K: PartialEq>(
+    products: &[Product<'_>],
+    most: usize,
+    kind: impl Fn(&Product<'_>) -> Option<K>,
+) -> Option<(K, usize)> {
+    let (first, others) = products.split_first()?;
+    let first_kind = kind(first)?;
+    let joins = |other: &&Product<'_>| other.out.elem == first.out.elem && kind(other).as_ref() == Some(&first_kind);
+    let count = 1 + others.iter().take(most - 1).take_while(joins).count();
+    Some((first_kind, count))
+}
+
 impl LinearOps {
     /// Looks the kernels up and loads cuBLASLt.
     pub(crate) fn new(
@@ -360,11 +374,8 @@ impl LinearOps {
                 rest = &rest[count..];
                 continue;
             }
-            if let Some(variant) = self.small_variant(x, num_tokens, product) {
-                let joins = |other: &&Product<'_>| {
-                    other.out.elem == product.out.elem && self.small_variant(x, num_tokens, other) == Some(variant)
-                };
-                let count = 1 + others.iter().take(linear_small::MAX_PARTS - 1).take_while(joins).count();
+            let small = |product: &Product<'_>| self.small_variant(x, num_tokens, product);
+            if let Some((variant, count)) = first_alike(rest, linear_small::MAX_PARTS, small) {
                 self.small_products(&mut inputs, variant, num_tokens, &rest[..count])?;
                 rest = &rest[count..];
                 continue;

@@ -2,7 +2,7 @@
 //!
 //! Not where results must be deterministic: those are `linear_mid`'s, whatever the number of tokens.
 
-use super::{Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
+use super::{Inputs, LinearOps, Matrix, Product, activation_type, first_alike, half_of, word};
 use crate::check::Elem;
 use crate::device::Device;
 use crate::images::Kernels;
@@ -82,11 +82,7 @@ impl LinearOps {
 
     /// By which form `linear_big` takes how many of the first products in one launch.
     pub(super) fn big_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(LinearBigVariant, usize)> {
-        let (first, others) = products.split_first()?;
-        let half = self.big_weight(first.matrix)?;
-        let joins =
-            |other: &&Product<'_>| other.out.elem == first.out.elem && self.big_weight(other.matrix) == Some(half);
-        let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
+        let (half, count) = first_alike(products, MAX_PARTS, |product| self.big_weight(product.matrix))?;
         let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |of| word(of.matrix.rows)));
         let variant = LinearBigVariant { weight: half };
         let form = self.big.as_ref()?.forms.get(&variant)?;

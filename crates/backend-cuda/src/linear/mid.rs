@@ -7,7 +7,7 @@
 //! Where results must be deterministic it takes all products of 16-bit weights that the copy engine reads, in pieces
 //! where there are more tokens and without planes: a row's bits then do not depend on its company.
 
-use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, half_of, word};
+use super::{GatedProduct, Inputs, LinearOps, Matrix, Product, activation_type, first_alike, half_of, word};
 use crate::check::{Elem, View};
 use crate::device::Device;
 use crate::images::Kernels;
@@ -94,13 +94,9 @@ impl LinearOps {
 
     /// How many of the first products `linear_mid` takes in one launch.
     pub(super) fn mid_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(Half, usize)> {
-        let (first, others) = products.split_first()?;
-        let half = self.mid_weight(first.matrix)?;
-        let joins =
-            |other: &&Product<'_>| other.out.elem == first.out.elem && self.mid_weight(other.matrix) == Some(half);
-        let count = 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count();
+        let (half, count) = first_alike(products, MAX_PARTS, |product| self.mid_weight(product.matrix))?;
         let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |product| product.matrix.rows));
-        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, outputs, first.matrix.cols);
+        let is_chosen = self.deterministic || linear_mid::is_faster(num_tokens, outputs, products.first()?.matrix.cols);
         is_chosen.then_some((half, count))
     }
 

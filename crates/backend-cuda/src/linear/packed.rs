@@ -12,7 +12,7 @@
 //! instead; where cuBLASLt has no algorithm, eight tokens at a time go the first two. Every chip has the forms for one
 //! and eight. Deterministic products all go the last way.
 
-use super::{GatedProduct, Inputs, LinearOps, Lookup, Matrix, Product, activation_type, word};
+use super::{GatedProduct, Inputs, LinearOps, Lookup, Matrix, Product, activation_type, first_alike, word};
 use crate::device::Device;
 use crate::images::Kernels;
 use crate::kernels::linear_quant::{
@@ -195,13 +195,11 @@ fn format_of(matrix: Matrix<'_>) -> Option<QuantFormat> {
 impl LinearOps {
     /// The products at the front of `products` that one launch takes, and its form.
     pub(super) fn packed_launch(&self, num_tokens: usize, products: &[Product<'_>]) -> Option<(QuantVariant, usize)> {
-        let [first, others @ ..] = products else { return None };
         // Forms for different numbers of tokens sum in different orders.
-        let variant = self.packed.select(first.matrix, num_tokens, false).filter(|_| !self.deterministic)?;
-        let joins = |other: &&Product<'_>| {
-            other.out.elem == first.out.elem && self.packed.select(other.matrix, num_tokens, false) == Some(variant)
+        let of = |product: &Product<'_>| {
+            self.packed.select(product.matrix, num_tokens, false).filter(|_| !self.deterministic)
         };
-        Some((variant, 1 + others.iter().take(MAX_PARTS - 1).take_while(joins).count()))
+        first_alike(products, MAX_PARTS, of)
     }
 
     /// At most `MAX_PARTS` products of one format and output type for tokens `tokens`, biases included.
