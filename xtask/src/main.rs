@@ -60,16 +60,23 @@ fn test() -> Result<()> {
 
 fn check_cuda() -> Result<()> {
     cuda::toolkit(&root())?;
-    cuda::CHECKS.iter().try_for_each(|args| cargo(args))
+    cuda::CHECKS.iter().try_for_each(|args| cargo(args))?;
+    if missing_mpi().is_none() {
+        cargo(&["clippy", "-p", "pagemill", "--features", "cuda,mpi", "--all-targets", "--", "-D", "warnings"])?;
+    }
+    Ok(())
 }
 
-/// What links MPI, where MPI is: its library for programs to link, and its launcher.
+/// What of MPI is not here: its library for programs to link, or its launcher.
+fn missing_mpi() -> Option<&'static str> {
+    ["mpicc", "mpirun"].into_iter().find(|tool| Command::new(tool).arg("--version").output().is_err())
+}
+
+/// What links MPI, where MPI is.
 fn test_over_mpi() -> Result<()> {
-    for tool in ["mpicc", "mpirun"] {
-        if Command::new(tool).arg("--version").output().is_err() {
-            println!("xtask: there is no {tool} here: ranks over MPI were neither built nor tested");
-            return Ok(());
-        }
+    if let Some(tool) = missing_mpi() {
+        println!("xtask: there is no {tool} here: ranks over MPI were neither built nor tested");
+        return Ok(());
     }
     cargo(&["clippy", "-p", "pagemill-mpi", "--features", "link", "--all-targets", "--", "-D", "warnings"])?;
     cargo(&["clippy", "-p", "pagemill", "--features", "mpi", "--", "-D", "warnings"])?;
