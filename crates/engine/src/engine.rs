@@ -93,10 +93,13 @@ impl<E: Executor> InferenceEngine<E> {
     }
 
     /// Tells sinks on a thread of their own: a step's events are on their way when [`Self::step`] returns, and a sink
-    /// that does not take them ends its request with the step after. Without, all that happens within the step.
+    /// that does not take them ends its request with the step after. Without, and where steps are computed on the host's
+    /// cores (such a thread would take one from them), all that happens within the step.
     #[must_use]
     pub fn telling_on_a_thread(mut self) -> Self {
-        self.delivery = self.delivery.onto_thread();
+        if self.executor.leaves_cores() {
+            self.delivery = self.delivery.onto_thread();
+        }
         self
     }
 

@@ -113,6 +113,11 @@ pub trait Executor: Send {
         false
     }
 
+    /// Whether steps leave the host's cores alone, so that a thread beside the engine's takes nothing from them.
+    fn leaves_cores(&self) -> bool {
+        true
+    }
+
     /// With a step in flight: waits until it is about to end, or its output is there. True: the next one is to be
     /// planned now, while it runs. Asked only where [`Self::fills_in_draws`].
     ///

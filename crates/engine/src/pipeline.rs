@@ -342,6 +342,10 @@ impl Executor for PipelineExecutor {
         self.max_in_flight
     }
 
+    fn leaves_cores(&self) -> bool {
+        self.watch.is_allowed
+    }
+
     fn fills_in_draws(&self) -> bool {
         // Draws stay within a process and a stage.
         self.remote_inputs.is_none() && self.num_stages() == 1 && self.max_in_flight == 1
