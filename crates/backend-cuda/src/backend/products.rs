@@ -38,9 +38,14 @@ impl CudaBackend {
         out: &mut Tensor,
     ) -> Result<bool, BackendError> {
         let Some(task) = self.linear.planes_of(num_tokens, product) else { return Ok(false) };
+        let is_taken = task.num_tokens == num_tokens;
+        if !is_taken && !self.device.is_rehearsing() {
+            return Ok(false);
+        }
         let planes = self.temp(task.num_planes as usize * task.num_tokens, product.matrix.rows)?;
-        if task.num_tokens < num_tokens {
-            // Too many: planes were taken only for the workspace to have room for fewer tokens' later.
+        if !is_taken {
+            // Too many tokens: in a rehearsal, what fewer take is kept for the workspace to have room for it later.
+            self.hold_planes(out, planes)?;
             return Ok(false);
         }
         self.linear.run_in_planes(&self.rows, x, &task, product, view_f32("linear", &planes)?)?;
