@@ -28,16 +28,6 @@ struct Task {
     uint32_t uniform_low, uniform_high; // bits of a double in [0, 1)
 };
 
-struct Outcome {
-    uint32_t is_good; // 0: the row has no distribution, and nothing else is written
-    uint32_t token;
-    uint32_t rank;
-    float logit;      // the token's, as the model gave it
-    float max;        // the row's largest, likewise
-    uint32_t sum_low, sum_high; // of exp(logit - max) over the row, in units of 2^-44
-    uint32_t unused;
-};
-
 // A likely token and its logit.
 struct Top {
     uint32_t id;

@@ -5,6 +5,7 @@
 // integer, so that no result depends on the order of additions: not on the team, the warp or the run.
 #pragma once
 
+#include "outcome.cuh"
 #include <stdint.h>
 
 namespace pagemill::sampling {
@@ -72,12 +73,6 @@ __device__ __forceinline__ unsigned long long read_peer(const unsigned long long
     asm volatile("ld.shared::cluster.u64 %0, [%1];" : "=l"(value) : "r"(peer_address(local, peer)) : "memory");
 #endif
     return value;
-}
-
-// Order as unsigned integers: smaller for larger logits. Zeros of both signs are equal; NaN does not come here.
-__device__ __forceinline__ uint32_t place_of(float logit) {
-    const uint32_t bits = logit == 0.0f ? 0u : __float_as_uint(logit);
-    return bits & 0x80000000u ? bits : ~(bits | 0x80000000u);
 }
 
 __device__ __forceinline__ float logit_at(uint32_t place) {

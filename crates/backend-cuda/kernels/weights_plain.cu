@@ -27,6 +27,7 @@ template <class W, class To> __device__ __forceinline__ void embed(const EmbedAr
         return;
     }
     const uint8_t* row = args.table + id * args.row_bytes;
+#pragma unroll 4
     for (uint32_t c = threadIdx.x; c < args.cols; c += blockDim.x) {
         out[c] = from_f32<To>(element<W>(row, c) * args.scale);
     }

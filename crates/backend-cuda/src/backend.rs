@@ -12,20 +12,22 @@
 //! from the lengths of all, so that every multiprocessor has work. With [`CudaConfig::deterministic`] there is no
 //! exception.
 
+mod ahead;
 mod embedding;
 mod launches;
 mod planes;
 mod pools;
 mod products;
 mod ranks;
+mod records;
 mod temporaries;
 mod weights;
 
 use crate::attention::{AttentionOps, AttentionTask, HeadsTask};
-use crate::batch::{BatchMemory, CudaBatch, device_batch, ensure_covered};
+use crate::batch::{BatchMemory, device_batch, ensure_covered};
 use crate::check::{Elem, Summand, View, summand, to_u32, view, view_f32};
 use crate::device::{self, Device};
-use crate::graphs::{HIDDEN, Next, RecordKey, Records, is_recordable};
+use crate::graphs::Records;
 use crate::images::Kernels;
 use crate::linear::{GatedProduct, LinearOps};
 use crate::loading::upload;
@@ -40,7 +42,7 @@ use pagemill_backend::sampling::{RowOutcome, RowTask};
 use pagemill_backend::{
     Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch,
     DeviceInfo, DeviceMeter, HeadTransform, KvPool, KvPoolSpec, LinearInput, LinearPart, MlpWeights, Norm, Qkv,
-    ReadRows, RopeTable, Tensor, Weight, WeightDesc, composed,
+    ReadRows, RopeTable, StepsAhead, Tensor, Weight, WeightDesc, composed,
 };
 use products::matrix;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -123,7 +125,7 @@ impl CudaBackend {
             attention: AttentionOps::new(&device, &kernels, config.deterministic)?,
             linear,
             results: Results::new(&device, &kernels, &workspace)?,
-            batch: Mutex::new(BatchMemory::new(&device)?),
+            batch: Mutex::new(BatchMemory::new(&device, &kernels)?),
             pieces: Mutex::default(),
             workspace,
             kernels,
@@ -305,28 +307,16 @@ impl Backend for CudaBackend {
     fn end_forward(&self) {}
 
     fn replay(&self, ids: &[u32], batch: &DeviceBatch) -> Result<Option<Tensor>, BackendError> {
-        const OP: &str = "replay";
-        if !is_recordable(&batch.layout) || ids.len() != batch.layout.num_tokens() {
-            return Ok(None);
-        }
-        let CudaBatch { moves, decode_variants, .. } = device_batch(OP, batch)?;
-        let key = RecordKey { num_tokens: ids.len(), decode_variants: decode_variants.clone(), batch_moves: *moves };
-        lock(&self.batch).upload_ids(OP, ids)?;
-        match lock(&self.records).begin(key)? {
-            Next::Done(hidden) => Ok(Some(hidden)),
-            Next::Run | Next::Record => Ok(None),
-        }
+        self.replay_or_record(ids, batch)
     }
 
     fn end_recording(&self, hidden: Tensor) -> Result<Tensor, BackendError> {
-        const OP: &str = "end_recording";
-        let mut records = lock(&self.records);
-        if !records.is_recording() {
-            return Ok(hidden);
-        }
-        ensure(OP, hidden.dtype() == HIDDEN, || (HIDDEN.to_string(), hidden.dtype().to_string()))?;
-        let address = view(OP, &hidden)?.address;
-        records.end(&hidden, address)
+        self.keep_record(hidden)
+    }
+
+    fn steps_ahead(&self, vocab_size: usize) -> Option<&dyn StepsAhead> {
+        let takes = |cols| self.results.takes_ahead(cols);
+        u32::try_from(vocab_size).is_ok_and(takes).then_some(self as &dyn StepsAhead)
     }
 
     fn embed(&self, table: &Weight, ids: &[u32], scale: f32, out: &mut Tensor) -> Result<(), BackendError> {

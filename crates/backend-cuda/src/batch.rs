@@ -10,12 +10,13 @@
 //! `table_start` counts from the first table of the first group.
 
 use crate::device::Device;
+use crate::images::Kernels;
 use crate::kernels::attention_plan::{LayerKind, LayerPlan, PlanPlace};
 use crate::kernels::decode_forms::DecodeVariant;
 use crate::memory::DeviceMemory;
 use crate::staging::UploadRing;
 use pagemill_backend::check::{ensure, shape_error};
-use pagemill_backend::{BackendError, BatchLayout, DeviceBatch, DeviceBuffer};
+use pagemill_backend::{AwaitedToken, BackendError, BatchLayout, DeviceBatch, DeviceBuffer};
 use std::any::Any;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -35,6 +36,7 @@ pub(crate) struct BatchMemory {
     /// Batches so far.
     serial: u64,
     token_seq: Vec<u32>,
+    pairs: Vec<u32>,
     table_starts: Vec<Vec<u32>>,
     /// One for each kind of attention layer that has run over this pool: as many as the model has.
     plans: Vec<LayerPlan>,
@@ -98,15 +100,16 @@ impl DeviceBuffer for CudaBatch {
 
 impl BatchMemory {
     /// Takes the ranges.
-    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, BackendError> {
+    pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels) -> Result<Self, BackendError> {
         Ok(Self {
             device: Arc::clone(device),
             layout: Arc::new(DeviceMemory::take(device, BATCH_BYTES, "batches")?),
             ids: DeviceMemory::take(device, MAX_TOKENS * 4, "token ids")?,
-            ring: UploadRing::new(device)?,
+            ring: UploadRing::new(device, kernels)?,
             moves: 0,
             serial: 0,
             token_seq: Vec::new(),
+            pairs: Vec::new(),
             table_starts: Vec::new(),
             plans: Vec::new(),
         })
@@ -136,13 +139,13 @@ impl BatchMemory {
         let num_placed = parts.len();
         parts.extend(layout.groups.iter().map(|group| group.block_table.as_slice()));
         let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
-        if len > self.layout.len() {
-            let grown = DeviceMemory::take(&self.device, len.next_power_of_two(), "batches")?;
+        if len.next_multiple_of(16) > self.layout.len() {
+            let grown = DeviceMemory::take(&self.device, len.next_power_of_two().max(16), "batches")?;
             self.layout = Arc::new(grown);
             self.moves += 1;
         }
         let mut address = self.layout.address();
-        // SAFETY: the range is at least `len` bytes long and used on this stream only.
+        // SAFETY: the range is long enough, whole packs and all, and used on this stream only.
         unsafe { self.ring.upload(&parts, address) }?;
         let mut places = parts[..num_placed].iter().map(|part| {
             let place = address;
@@ -192,8 +195,8 @@ impl BatchMemory {
         plan.make(layout, &self.table_starts[kind.group_idx]);
         let parts = [plan.decode_words(), plan.prefill_words()];
         let len = parts.iter().map(|part| part.len() * 4).sum();
-        let memory = DeviceMemory::take(&self.device, len, "a plan for attention")?;
-        // SAFETY: the range is `len` bytes long and was just taken.
+        let memory = DeviceMemory::take(&self.device, len.next_multiple_of(16), "a plan for attention")?;
+        // SAFETY: the range is long enough and was just taken.
         unsafe { self.ring.upload(&parts, memory.address()) }?;
         let place = plan.place(memory.address(), memory.address() + plan.decode_words().len() as u64 * 4);
         batch.plans.lock().unwrap_or_else(PoisonError::into_inner).push((place, Some(memory)));
@@ -227,6 +230,22 @@ impl BatchMemory {
         // SAFETY: the range holds MAX_TOKENS words and is used on this stream only.
         unsafe { self.ring.upload(&[ids], self.ids.address()) }?;
         Ok(self.ids.address())
+    }
+
+    /// Leaves ids, and pairs of a token among them and a task that draws it, where the kernels that bring them find
+    /// both; gives their addresses in the host's memory.
+    pub(crate) fn stage_awaiting(
+        &mut self,
+        op: &'static str,
+        ids: &[u32],
+        awaited: &[AwaitedToken],
+    ) -> Result<(u64, u64), BackendError> {
+        ensure(op, ids.len() <= MAX_TOKENS, || (format!("at most {MAX_TOKENS} ids"), ids.len().to_string()))?;
+        self.pairs.clear();
+        self.pairs.extend(awaited.iter().flat_map(|awaited| [awaited.token, awaited.task]));
+        // Pairs first: they are read in words of eight bytes.
+        let pairs = self.ring.stage(&[&self.pairs, ids])?;
+        Ok((pairs + self.pairs.len() as u64 * 4, pairs))
     }
 
     /// Where the last ids lie.

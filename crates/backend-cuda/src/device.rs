@@ -229,6 +229,17 @@ impl Device {
         }
     }
 
+    /// Whether everything on the stream is done; a kernel's fault is told here.
+    pub(crate) fn is_idle(&self) -> Result<bool, BackendError> {
+        self.bind()?;
+        // SAFETY: the stream lives as long as `self`.
+        match unsafe { sys::cuStreamQuery(self.stream) }.result() {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(self.fault("a step on the device", error)),
+        }
+    }
+
     /// Free and total bytes of device memory.
     pub(crate) fn memory_info(&self) -> Result<(usize, usize), BackendError> {
         self.bind()?;

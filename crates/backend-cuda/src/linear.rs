@@ -61,6 +61,11 @@ struct EmbedArgs {
     num_rows: u32,
 }
 
+/// Threads for a row of an embedding: with all of it on its way at once, where that is possible.
+fn embed_threads(cols: usize) -> u32 {
+    word(cols.div_ceil(4)).next_multiple_of(32).clamp(64, 1024)
+}
+
 /// Which rows of an embedding are wanted; ids are on the device.
 pub(crate) struct Lookup {
     /// `[num_tokens]`.
@@ -316,7 +321,7 @@ impl LinearOps {
         };
         let function = self.stored(table.weight.dtype)?.embed;
         // SAFETY: the struct is the kernel's, which reads the table's own rows only; the op checked the shape of `out`.
-        unsafe { self.device.launch(function.0, (lookup.num_tokens, 1), 256, 0, &args) }
+        unsafe { self.device.launch(function.0, (lookup.num_tokens, 1), embed_threads(table.cols), 0, &args) }
     }
 
     /// Widens a float weight to f32.

@@ -1,19 +1,22 @@
 //! What comes back to the host: what was chosen of each row, or whole rows. Decides which kernel chooses, and on how
 //! many threads rows are visited; knows no request.
 
+mod queue;
 mod tasks;
 
 use crate::device::Device;
 use crate::images::Kernels;
-use crate::memory::Workspace;
+use crate::memory::{DeviceMemory, Workspace};
 use crate::rows::Function;
 use crate::staging::Readback;
 use cudarc::driver::result;
 use pagemill_backend::BackendError;
 use pagemill_backend::sampling::{Choice, RowOutcome, RowTask};
+pub(crate) use queue::StepWords;
+use queue::{Draws, Form, Queue};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use tasks::TaskSampler;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use tasks::{OUTCOME_WORDS, TaskSampler, bare_outcome, make_room};
 
 /// Threads that visit rows at most.
 const MAX_VISITORS: usize = 16;
@@ -21,6 +24,8 @@ const MAX_VISITORS: usize = 16;
 const LARGEST_THREADS: u32 = 256;
 /// Columns of a row that one thread block reads: `LARGEST_COLUMNS`.
 const LARGEST_COLUMNS: u32 = 8192;
+/// Room for what `largest_f32` leaves at first: of a large batch.
+const FIRST_BEST_BYTES: usize = 1 << 12;
 /// The places (`place_of` in sampling_team.cuh) of +∞ and of -∞; NaN lies before.
 const BEFORE_FINITE: u32 = 0x007f_ffff;
 const BEHIND_FINITE: u32 = 0xff80_0000;
@@ -34,6 +39,21 @@ struct LargestArgs {
     cols: u32,
 }
 
+/// Whether the tasks are the first token of each row, in order, and nothing else.
+fn are_largest(tasks: &[RowTask<'_>], rows: usize) -> bool {
+    let is_plain = |(row, task): (usize, &RowTask<'_>)| {
+        task.row == row && task.choice == Choice::Largest && task.edits.is_empty() && task.num_top.is_none()
+    };
+    tasks.len() == rows && tasks.iter().enumerate().all(is_plain)
+}
+
+/// What `largest_f32` leaves of a row.
+fn largest_outcome(words: &[f32]) -> Option<RowOutcome> {
+    let (token, place) = (words[0].to_bits(), words[1].to_bits());
+    let is_finite = place > BEFORE_FINITE && place < BEHIND_FINITE;
+    is_finite.then_some(RowOutcome { token, report: None })
+}
+
 /// The way back of one device.
 pub(crate) struct Results {
     device: Arc<Device>,
@@ -41,6 +61,14 @@ pub(crate) struct Results {
     largest: Function,
     tasks: TaskSampler,
     readback: Mutex<Readback>,
+    ahead: Mutex<Ahead>,
+}
+
+/// Of steps that the host has queued and whose draws it has not taken.
+struct Ahead {
+    queue: Queue,
+    /// What `largest_f32` leaves.
+    best: DeviceMemory,
 }
 
 impl Results {
@@ -56,12 +84,16 @@ impl Results {
             largest: Function(kernels.get("largest_f32")?),
             tasks: TaskSampler::new(device, kernels)?,
             readback: Mutex::new(Readback::new(device)),
+            ahead: Mutex::new(Ahead {
+                queue: Queue::new(device, kernels)?,
+                best: DeviceMemory::take(device, FIRST_BEST_BYTES, "sampling")?,
+            }),
         })
     }
 
     /// Bytes held.
     pub(crate) fn len_bytes(&self) -> usize {
-        self.tasks.len_bytes()
+        self.tasks.len_bytes() + self.ahead().best.len()
     }
 
     /// Runs the tasks over logits `[rows, cols]`, f32; every task's row is below `rows`. False: not taken.
@@ -76,10 +108,7 @@ impl Results {
         if tasks.is_empty() {
             return Ok(true);
         }
-        let is_plain = |(row, task): (usize, &RowTask<'_>)| {
-            task.row == row && task.choice == Choice::Largest && task.edits.is_empty() && task.num_top.is_none()
-        };
-        if tasks.len() == rows && tasks.iter().enumerate().all(is_plain) {
+        if are_largest(tasks, rows) {
             return self.largest(logits, cols, rows, outcomes).map(|()| true);
         }
         self.tasks.run(logits, cols, tasks, outcomes)
@@ -94,23 +123,80 @@ impl Results {
         outcomes: &mut Vec<Option<RowOutcome>>,
     ) -> Result<(), BackendError> {
         let best = self.workspace.take(rows * 8)?;
+        self.launch_largest(x, cols, rows, best.address())?;
+        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the words were set and the kernel has written them.
+        let words = unsafe { readback.read(best.address(), rows * 2) }?;
+        outcomes.extend(words.chunks_exact(2).map(largest_outcome));
+        Ok(())
+    }
+
+    /// Queues the search for the first of every row of x `[rows, cols]`, f32, into `rows` words of eight bytes at `best`.
+    fn launch_largest(&self, x: u64, cols: u32, rows: usize, best: u64) -> Result<(), BackendError> {
+        self.device.bind()?;
         // SAFETY: a word of eight bytes for each row.
-        unsafe { result::memset_d8_async(best.address(), 0xff, rows * 8, self.device.stream()) }
+        unsafe { result::memset_d8_async(best, 0xff, rows * 8, self.device.stream()) }
             .map_err(|error| self.device.fault("setting memory", error))?;
-        let args = LargestArgs { x, best: best.address(), cols };
+        let args = LargestArgs { x, best, cols };
         let grid_rows = u32::try_from(rows).map_err(|_| self.device.broken("more rows than fit 32 bits"))?;
         let across = cols.div_ceil(LARGEST_COLUMNS);
         // SAFETY: the struct is the kernel's; the op checked that x has so many rows.
-        unsafe { self.device.launch(self.largest.0, (grid_rows, across), LARGEST_THREADS, 0, &args) }?;
-        let mut readback = self.readback.lock().unwrap_or_else(PoisonError::into_inner);
-        // SAFETY: the words were set and the kernel has written them.
-        let halves = unsafe { readback.read(best.address(), rows * 2) }?;
-        outcomes.extend(halves.chunks_exact(2).map(|halves| {
-            let (low, high) = (halves[0].to_bits(), halves[1].to_bits());
-            let is_finite = high > BEFORE_FINITE && high < BEHIND_FINITE;
-            is_finite.then_some(RowOutcome { token: low, report: None })
-        }));
-        Ok(())
+        unsafe { self.device.launch(self.largest.0, (grid_rows, across), LARGEST_THREADS, 0, &args) }
+    }
+
+    fn ahead(&self) -> MutexGuard<'_, Ahead> {
+        self.ahead.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether tasks without reports over rows of so many columns can be queued.
+    pub(crate) fn takes_ahead(&self, cols: u32) -> bool {
+        self.tasks.takes_cols(cols)
+    }
+
+    /// As [`Self::sample`], of tasks without reports, but returns at once.
+    pub(crate) fn queue(
+        &self,
+        logits: u64,
+        (rows, cols): (usize, u32),
+        tasks: &[RowTask<'_>],
+    ) -> Result<(), BackendError> {
+        let mut ahead = self.ahead();
+        let Ahead { queue, best } = &mut *ahead;
+        queue.ensure_room()?;
+        let (address, form) = if are_largest(tasks, rows) {
+            make_room(&self.device, best, rows * 8)?;
+            self.launch_largest(logits, cols, rows, best.address())?;
+            (best.address(), Form::Largest)
+        } else {
+            let address = self.tasks.queue(logits, cols, tasks)?;
+            let not_taken = || self.device.broken(format!("rows of {cols} columns cannot be sampled ahead"));
+            (address.ok_or_else(not_taken)?, Form::Outcome)
+        };
+        // SAFETY: the kernels above leave the draws there, and only those of a later step overwrite them.
+        unsafe { queue.push(Draws { address, form, num_tasks: tasks.len() }) }
+    }
+
+    /// Whether the outcomes queued first are there.
+    pub(crate) fn is_sampled(&self) -> Result<bool, BackendError> {
+        self.ahead().queue.is_ready()
+    }
+
+    /// Waits for the outcomes queued first.
+    pub(crate) fn take_sampled(&self, outcomes: &mut Vec<Option<RowOutcome>>) -> Result<(), BackendError> {
+        outcomes.clear();
+        self.ahead().queue.pop(|form, words| match form {
+            Form::Largest => outcomes.extend(words.chunks_exact(2).map(largest_outcome)),
+            Form::Outcome => outcomes.extend(words.chunks_exact(OUTCOME_WORDS).map(bare_outcome)),
+        })
+    }
+
+    /// Brings the ids of the next step, with draws of the tasks queued last in their places.
+    ///
+    /// # Safety
+    /// As [`Queue::begin_step`].
+    pub(crate) unsafe fn begin_step(&self, words: StepWords) -> Result<(), BackendError> {
+        // SAFETY: this function's contract.
+        unsafe { self.ahead().queue.begin_step(words) }
     }
 
     /// Copies f32 elements to the host.

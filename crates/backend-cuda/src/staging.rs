@@ -2,7 +2,9 @@
 //! copies in flight for weights, and one buffer for what comes back. Decides when the host waits.
 
 use crate::device::Device;
+use crate::images::Kernels;
 use crate::memory::{DeviceMemory, PinnedMemory};
+use crate::rows::Function;
 use cudarc::driver::{result, sys};
 use pagemill_backend::BackendError;
 use std::sync::Arc;
@@ -10,38 +12,82 @@ use std::sync::Arc;
 /// The ring's size at first; one upload that is larger makes it grow.
 const RING_BYTES: usize = 8 << 20;
 
-/// Pinned memory handed out round and round. Before it is handed out again the stream is waited for; with
-/// steps that each end by waiting, that never takes time.
+/// Uploads up to so many bytes are brought by a kernel that reads the host's memory: the copy engines would take 5 us
+/// between two kernels.
+const BROUGHT_BYTES: usize = 256 << 10;
+const BRING_THREADS: u32 = 256;
+/// Bytes of the packs that `bring_words` copies.
+const PACK_BYTES: usize = 16;
+
+/// `BringArgs` in step.cu.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct BringArgs {
+    from: u64,
+    to: u64,
+    num_packs: u32,
+}
+
+/// Pinned memory handed out round and round. Before it is handed out again the stream is waited for, once in hundreds
+/// of steps.
 pub(crate) struct UploadRing {
     device: Arc<Device>,
+    bring_words: Function,
     pinned: PinnedMemory,
     used: usize,
 }
 
 impl UploadRing {
     /// Pins the ring.
-    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, BackendError> {
-        Ok(Self { device: Arc::clone(device), pinned: PinnedMemory::take(device, RING_BYTES, "uploads")?, used: 0 })
+    pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels) -> Result<Self, BackendError> {
+        let pinned = PinnedMemory::take(device, RING_BYTES, "uploads")?;
+        Ok(Self { device: Arc::clone(device), bring_words: Function(kernels.get("bring_words")?), pinned, used: 0 })
     }
 
-    /// Copies `words` to `address` on the stream; returns at once.
+    /// Copies `parts`, one behind the other, to `address` on the stream; returns at once.
     ///
     /// # Safety
-    /// `words.len()` words at `address` are device memory that nobody but this stream uses.
+    /// At `address` is device memory that nobody but this stream uses, as many bytes as the parts have and up to the
+    /// next multiple of 16.
     pub(crate) unsafe fn upload(&mut self, parts: &[&[u32]], address: u64) -> Result<(), BackendError> {
-        let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
+        let (from, len) = self.fill(parts)?;
         if len == 0 {
             return Ok(());
         }
-        if self.used + len > self.pinned.len() {
+        if len > BROUGHT_BYTES {
+            let piece = &self.pinned.bytes_mut()[from..from + len];
+            // SAFETY: the piece is not handed out again before the stream was waited for; the rest is the caller's.
+            return unsafe { result::memcpy_htod_async(address, piece, self.device.stream()) }
+                .map_err(|error| self.device.fault("copying to the device", error));
+        }
+        let num_packs = u32::try_from(len.div_ceil(PACK_BYTES)).unwrap_or(0);
+        let args = BringArgs { from: self.pinned.word_address(from / 4), to: address, num_packs };
+        let grid = (num_packs.div_ceil(BRING_THREADS), 1);
+        // SAFETY: the struct is the kernel's, which writes behind its wait only; pieces are whole packs, and are not
+        // handed out again before the stream was waited for. The rest is this function's contract.
+        unsafe { self.device.launch_overlapped(self.bring_words.0, grid, BRING_THREADS, 0, &args) }
+    }
+
+    /// Leaves `parts` where kernels of the stream may read them: where the first one lies.
+    pub(crate) fn stage(&mut self, parts: &[&[u32]]) -> Result<u64, BackendError> {
+        let (from, _) = self.fill(parts)?;
+        Ok(self.pinned.word_address(from / 4))
+    }
+
+    /// Hands out a piece with `parts` in it: where it begins in the ring, and their bytes.
+    fn fill(&mut self, parts: &[&[u32]]) -> Result<(usize, usize), BackendError> {
+        let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
+        let piece_len = len.next_multiple_of(PACK_BYTES);
+        self.device.bind()?;
+        if self.used + piece_len > self.pinned.len() {
             self.device.synchronize()?;
             self.used = 0;
-            if len > self.pinned.len() {
-                self.pinned = PinnedMemory::take(&self.device, len.next_power_of_two(), "uploads")?;
+            if piece_len > self.pinned.len() {
+                self.pinned = PinnedMemory::take(&self.device, piece_len.next_power_of_two(), "uploads")?;
             }
         }
-        let piece = &mut self.pinned.bytes_mut()[self.used..self.used + len];
-        let mut rest = &mut *piece;
+        let from = self.used;
+        let mut rest = &mut self.pinned.bytes_mut()[from..from + len];
         for part in parts {
             let (bytes, behind) = rest.split_at_mut(part.len() * 4);
             // Part by part, so that it becomes a copy of memory.
@@ -50,11 +96,8 @@ impl UploadRing {
             }
             rest = behind;
         }
-        self.used += len;
-        self.device.bind()?;
-        // SAFETY: the piece is not handed out again before the stream was waited for; the rest is the caller's.
-        unsafe { result::memcpy_htod_async(address, piece, self.device.stream()) }
-            .map_err(|error| self.device.fault("copying to the device", error))
+        self.used += piece_len;
+        Ok((from, len))
     }
 }
 

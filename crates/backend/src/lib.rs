@@ -7,6 +7,7 @@
 //! `H` query heads, `K` KV heads, `E` head size, `N` output features, `C` input features
 //! (columns of a weight row), `V` vocabulary, `R` rows whose logits are wanted.
 
+pub mod ahead;
 pub mod batch;
 pub mod check;
 pub mod collective;
@@ -20,6 +21,7 @@ pub mod ops;
 pub mod sampling;
 pub mod tensor;
 
+pub use ahead::{AwaitedToken, MAX_QUEUED_STEPS, StepsAhead};
 pub use batch::{BatchLayout, CheckedLayout, DeviceBatch, GroupLayout};
 pub use collective::{Collective, SoloCollective};
 pub use cpu::{ActivationMode, CpuBackend, CpuConfig, Isa, SharedCollective, host_elements, host_elements_mut};

@@ -15,8 +15,8 @@
 
 use crate::sampling::{RowOutcome, RowTask};
 use crate::{
-    BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec, Tensor,
-    Weight, composed,
+    BackendError, BatchLayout, BlockCopy, CheckedLayout, DType, DeviceBatch, DeviceMeter, KvPool, KvPoolSpec,
+    StepsAhead, Tensor, Weight, composed,
 };
 use std::sync::Arc;
 
@@ -349,6 +349,11 @@ pub trait Backend: Send + Sync {
     /// Gives the hidden states, computed.
     fn end_recording(&self, hidden: Tensor) -> Result<Tensor, BackendError> {
         Ok(hidden)
+    }
+
+    /// The device as one that takes steps ahead, if it samples rows of `vocab_size` logits itself.
+    fn steps_ahead(&self, _vocab_size: usize) -> Option<&dyn StepsAhead> {
+        None
     }
 
     /// `out[t] = table[ids[t]] * scale`; `table` `[V, D]`, `out` `[T, D]`. Ids are `< V`.

@@ -352,8 +352,8 @@ impl<E: Executor> InferenceEngine<E> {
 
     fn host_time(&self) -> HostTime {
         let Counters { steps, steps_ahead, schedule_ns, apply_ns, deliver_ns, .. } = self.counters;
-        let RankHostTime { layout_ns, exposed_ns } = self.executor.rank_host_time();
-        HostTime { steps, steps_ahead, schedule_ns, layout_ns, apply_ns, deliver_ns, exposed_ns }
+        let RankHostTime { layout_ns, exposed_ns, steps_queued } = self.executor.rank_host_time();
+        HostTime { steps, steps_ahead, steps_queued, schedule_ns, layout_ns, apply_ns, deliver_ns, exposed_ns }
     }
 
     /// Gauges, counters and integrity, for tests and metrics.

@@ -9,6 +9,8 @@ pub struct HostTime {
     pub steps: u64,
     /// Of these, steps that were planned while the one before ran.
     pub steps_ahead: u64,
+    /// Of these, steps that the device was given before the draws of the one before were known to the host.
+    pub steps_queued: u64,
     /// Choosing tokens and blocks.
     pub schedule_ns: u64,
     /// Packing the batch and bringing it to the device; on the first rank.
@@ -29,6 +31,8 @@ pub struct RankHostTime {
     pub layout_ns: u64,
     /// As [`HostTime::exposed_ns`].
     pub exposed_ns: u64,
+    /// As [`HostTime::steps_queued`].
+    pub steps_queued: u64,
 }
 
 impl HostTime {
@@ -38,6 +42,7 @@ impl HostTime {
         Self {
             steps: self.steps - earlier.steps,
             steps_ahead: self.steps_ahead - earlier.steps_ahead,
+            steps_queued: self.steps_queued - earlier.steps_queued,
             schedule_ns: self.schedule_ns - earlier.schedule_ns,
             layout_ns: self.layout_ns - earlier.layout_ns,
             apply_ns: self.apply_ns - earlier.apply_ns,
@@ -52,6 +57,7 @@ impl HostTime {
         Self {
             steps: self.steps + other.steps,
             steps_ahead: self.steps_ahead + other.steps_ahead,
+            steps_queued: self.steps_queued + other.steps_queued,
             schedule_ns: self.schedule_ns + other.schedule_ns,
             layout_ns: self.layout_ns + other.layout_ns,
             apply_ns: self.apply_ns + other.apply_ns,
@@ -80,7 +86,7 @@ impl fmt::Display for HostTime {
         write!(
             f,
             "host {:.0} us a step (schedule {:.0}, layout {:.0}, apply {:.0}, deliver {:.0}), not hidden {:.0}; \
-             {} of {} steps planned ahead",
+             {} of {} steps planned ahead, {} queued behind the one before",
             us(self.total_ns()),
             us(self.schedule_ns),
             us(self.layout_ns),
@@ -88,7 +94,8 @@ impl fmt::Display for HostTime {
             us(self.deliver_ns),
             us(self.exposed_ns),
             self.steps_ahead,
-            self.steps
+            self.steps,
+            self.steps_queued
         )
     }
 }
@@ -103,14 +110,15 @@ mod tests {
         let later = HostTime {
             steps: 6,
             steps_ahead: 3,
+            steps_queued: 2,
             schedule_ns: 36_009,
             layout_ns: 32_000,
             apply_ns: 24_000,
             deliver_ns: 32_000,
             exposed_ns: 1_048_000,
         };
-        let expected =
-            "host 31 us a step (schedule 9, layout 8, apply 6, deliver 8), not hidden 12; 3 of 4 steps planned ahead";
+        let expected = "host 31 us a step (schedule 9, layout 8, apply 6, deliver 8), not hidden 12; 3 of 4 steps planned ahead, \
+             2 queued behind the one before";
         assert_eq!(later.since(&earlier).to_string(), expected);
         assert_eq!(later.since(&earlier).plus(&earlier), later);
         assert_eq!(HostTime::default().us_a_step(0).to_bits(), 0.0f64.to_bits());

@@ -9,7 +9,7 @@
 
 use crate::EngineError;
 use crate::draws::Draws;
-use pagemill_backend::{BackendError, BatchLayout, CheckedLayout, KvPoolSpec};
+use pagemill_backend::{AwaitedToken, BackendError, BatchLayout, CheckedLayout, KvPoolSpec};
 use pagemill_scheduler::{BlockId, ScheduledSequence, StepPlan};
 use std::ops::Range;
 
@@ -85,6 +85,17 @@ impl BatchBuilder {
             self.token_ids[at] = draws.token(idx).ok_or_else(|| {
                 EngineError::Internal(format!("token {at} of the batch: draw {idx} of the step before is unknown"))
             })?;
+        }
+        Ok(())
+    }
+
+    /// Gives the places of tokens that the step before draws to a device that knows them: they stay 0 here.
+    ///
+    /// # Errors
+    /// As [`Self::push`].
+    pub(crate) fn take_awaited(&mut self, awaited: &mut Vec<AwaitedToken>) -> Result<(), EngineError> {
+        for (at, task) in self.awaited.drain(..) {
+            awaited.push(AwaitedToken { token: to_u32(at)?, task });
         }
         Ok(())
     }

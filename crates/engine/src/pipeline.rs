@@ -127,6 +127,8 @@ pub(crate) struct RankMeter {
     pub(crate) layout_ns: AtomicU64,
     /// As in [`crate::HostTime`].
     pub(crate) exposed_ns: AtomicU64,
+    /// As in [`crate::HostTime`].
+    pub(crate) steps_queued: AtomicU64,
 }
 
 /// One rank's thread, and what it reports to.
@@ -364,6 +366,7 @@ impl Executor for PipelineExecutor {
         self.ranks.first().map_or_else(RankHostTime::default, |rank| RankHostTime {
             layout_ns: rank.meter.layout_ns.load(Ordering::Relaxed) + self.packing_ns,
             exposed_ns: rank.meter.exposed_ns.load(Ordering::Relaxed),
+            steps_queued: rank.meter.steps_queued.load(Ordering::Relaxed),
         })
     }
 
@@ -464,33 +467,81 @@ impl RankThread {
     }
 }
 
+/// What a rank does next.
+enum Next {
+    Step(RankStep),
+    /// The draws of the step that its device was given first are there.
+    Sampled,
+    End,
+}
+
 impl RankLoop {
-    /// `None`: there is no more.
-    fn next_input(&self) -> Option<RankStep> {
-        if self.may_spin
-            && let Some(found) = watch_for(&self.inputs, WATCH_FOR_INPUT)
-        {
-            return found.ok();
+    fn next(&self) -> Next {
+        if self.worker.has_queued() {
+            return self.watch_device();
         }
-        self.inputs.recv().ok()
+        let found = if self.may_spin { watch_for(&self.inputs, WATCH_FOR_INPUT) } else { None };
+        match found {
+            Some(found) => found.map_or(Next::End, Next::Step),
+            None => self.inputs.recv().map_or(Next::End, Next::Step),
+        }
+    }
+
+    /// What comes first: another step, or the end of the one on the device.
+    fn watch_device(&self) -> Next {
+        loop {
+            match self.inputs.try_recv() {
+                Ok(step) => return Next::Step(step),
+                Err(TryRecvError::Disconnected) => return Next::End,
+                Err(TryRecvError::Empty) => {}
+            }
+            // What went wrong is told where the draws are taken.
+            if self.worker.is_sampled().unwrap_or(true) {
+                return Next::Sampled;
+            }
+            std::hint::spin_loop();
+        }
     }
 
     fn run(mut self) {
-        while let Some(RankStep { input, packed }) = self.next_input() {
-            // The worker is not used again after a panic, so a half-changed one is never seen.
-            let result = run_caught(&mut self.worker, &input, packed);
-            if let Err(error) = &result {
-                let reason = format!("{}: {error}", self.name);
-                self.collective.abort(self.failure.get_or_init(|| reason));
-            }
-            // The executor keeps another, whose end costs the ranks no time.
-            drop(input);
-            let failed = result.is_err();
-            let is_heard = self.outputs.as_ref().is_none_or(|outputs| outputs.send(result).is_ok());
-            if failed || !is_heard {
+        loop {
+            let went_on = match self.next() {
+                Next::Step(step) => self.step(step),
+                Next::Sampled => self.hand_over(Worker::take_queued),
+                Next::End => return,
+            };
+            if !went_on {
                 return;
             }
         }
+    }
+
+    /// Gives the device a step if it takes it behind the one that it has, or runs it when that is through. False: the
+    /// rank has failed, or nobody listens.
+    fn step(&mut self, step: RankStep) -> bool {
+        let RankStep { input, mut packed } = step;
+        let had_queued = self.worker.has_queued();
+        let queued = match caught(|| self.worker.queue(&input, &mut packed)) {
+            Ok(queued) => queued,
+            Err(error) => return self.hand_over(|_| Err(error)),
+        };
+        if had_queued && !self.hand_over(Worker::take_queued) {
+            return false;
+        }
+        // The executor keeps another input, whose end costs the ranks no time.
+        queued || self.hand_over(move |worker| worker.run(&input, packed))
+    }
+
+    /// Hands over the output of what `work` does. False: it failed, or nobody listens.
+    fn hand_over(&mut self, work: impl FnOnce(&mut Worker) -> Result<StepOutput, EngineError>) -> bool {
+        let result = caught(|| work(&mut self.worker));
+        if let Err(error) = &result {
+            let reason = format!("{}: {error}", self.name);
+            self.collective.abort(self.failure.get_or_init(|| reason));
+        }
+        let has_failed = result.is_err();
+        let is_heard = self.outputs.as_ref().is_none_or(|outputs| outputs.send(result).is_ok());
+        is_heard && !has_failed
     }
 }
 
@@ -501,7 +552,12 @@ pub(crate) fn run_caught(
     input: &StepInput,
     packed: Option<BatchBuilder>,
 ) -> Result<StepOutput, EngineError> {
-    catch_unwind(AssertUnwindSafe(|| worker.run(input, packed)))
+    caught(|| worker.run(input, packed))
+}
+
+/// What `work` gives; a panic is its error. What it changes is not used again after one.
+fn caught<T>(work: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+    catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|panic| Err(EngineError::Internal(format!("panicked: {}", panic_message(&*panic)))))
 }
 

@@ -54,3 +54,16 @@ impl Default for SamplingParams {
         }
     }
 }
+
+impl SamplingParams {
+    /// Whether a choice depends on which tokens were generated before it.
+    pub(crate) fn has_penalties(&self) -> bool {
+        self.repetition_penalty != 1.0 || self.presence_penalty != 0.0 || self.frequency_penalty != 0.0
+    }
+
+    /// Whether a choice can be asked for before the tokens in front of it are known, and nothing but a token is to be
+    /// told of it.
+    pub(crate) fn chooses_unaware(&self) -> bool {
+        !self.has_penalties() && self.logprobs.is_none()
+    }
+}

@@ -4,6 +4,8 @@
 //!
 //! Shape letters: `T` tokens in the step, `D` hidden size, `R` rows of a tile, `V` vocabulary.
 
+mod queued;
+
 use crate::draws::Draws;
 use crate::layout::{BatchBuilder, Packing};
 use crate::packer::SpentBatches;
@@ -17,6 +19,7 @@ use pagemill_backend::sampling::RowTask;
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
 use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
 use pagemill_scheduler::{SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan, TokenLogprobs};
+use queued::QueuedSteps;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
@@ -48,6 +51,7 @@ pub(crate) struct Worker {
     draws: Draws,
     /// What the step before drew, not yet in the requests' pasts.
     drawn: Vec<(SequenceId, u32)>,
+    queued: QueuedSteps,
     copies: Vec<BlockCopy>,
     rows: Vec<u32>,
     row_jobs: Vec<RowJob>,
@@ -129,6 +133,7 @@ impl Worker {
             spent_batches: SpentBatches::default(),
             draws: Draws::default(),
             drawn: Vec::new(),
+            queued: QueuedSteps::default(),
             copies: Vec::new(),
             rows: Vec::new(),
             row_jobs: Vec::new(),
@@ -220,12 +225,16 @@ impl Worker {
         let drawn_before = self.host.drawn.take().filter(|_| !input.after_idle);
         (self.host.packed, self.host.launched) = (None, None);
         let output = self.compute(input, packed);
-        let busy = started.elapsed().saturating_sub(self.waited);
         self.count_host_time(started, drawn_before);
+        self.count_step(started.elapsed().saturating_sub(self.waited));
+        output
+    }
+
+    /// Counts a step that kept the rank `busy` so long.
+    fn count_step(&self, busy: Duration) {
         self.meter.busy_us.fetch_add(u64::try_from(busy.as_micros()).unwrap_or(u64::MAX), Ordering::Relaxed);
         let grown = self.cx.backend.workspace().1 - self.growths_at_start;
         self.meter.workspace_grown.store(grown, Ordering::Relaxed);
-        output
     }
 
     /// Counts the host's share of a step that began at `started`; `drawn_before`: when the draws of the step before
@@ -359,6 +368,14 @@ impl Worker {
     /// Takes into the requests' pasts what the step before drew, then what has begun and ended since. Not before the
     /// layers are launched, which need none of it: a device need not wait for this.
     fn update_requests(&mut self, input: &StepInput) -> Result<(), EngineError> {
+        self.take_in_draws()?;
+        self.end_requests();
+        self.requests.update(&input.started, &input.ended, &input.ended_sequences);
+        Ok(())
+    }
+
+    /// Takes into the requests' pasts what was drawn last.
+    fn take_in_draws(&mut self) -> Result<(), EngineError> {
         for (id, token) in self.drawn.drain(..) {
             let request = self
                 .requests
@@ -366,7 +383,6 @@ impl Worker {
                 .ok_or_else(|| EngineError::Internal(format!("request {} samples but never started", id.request.0)))?;
             request.choice_mut(id.choice).push(token);
         }
-        self.requests.update(&input.started, &input.ended, &input.ended_sequences);
         Ok(())
     }
 
@@ -474,7 +490,7 @@ impl Worker {
         let mut tasks: Vec<RowTask<'_>> = Vec::with_capacity(tile.len());
         for (row, (job, &request)) in tile.iter().zip(requests).enumerate() {
             tasks.extend(job.prompt_token.map(|(_, token)| prompt_task(row, request, token)));
-            tasks.extend(choices(job).map(|choice| choice_task(row, request, choice)));
+            tasks.extend(choices(job).map(|choice| choice_task(row, request, choice, 0)));
         }
         let mut outcomes = Vec::with_capacity(tasks.len());
         if !self.cx.backend.sample_rows(logits, &tasks, &mut outcomes)? {

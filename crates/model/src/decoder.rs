@@ -241,6 +241,10 @@ impl<L: DecoderLayer> CausalLm for Decoder<L> {
             expected: "the last stage".into(),
             got: format!("stage {} of {}", self.stage.index, self.stage.count),
         })?;
+        let are_all = rows.len() == hidden.rows() && (0..).zip(rows).all(|(at, &row)| row == at);
+        if are_all {
+            return self.vocabulary.logits(&self.cx, final_norm.of(hidden)); // [R, V]
+        }
         let mut wanted = backend.temp(rows.len(), hidden.cols())?; // [R, D]
         backend.gather_rows(hidden, rows, &mut wanted)?;
         self.vocabulary.logits(&self.cx, final_norm.of(&wanted)) // [R, V]

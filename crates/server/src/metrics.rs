@@ -270,6 +270,11 @@ fn own_readings(status: &EngineStatus) -> Vec<(&'static str, &'static str, Readi
             Reading::Counter(host.exposed_ns / 1000)
         }),
         ("steps_ahead", "Engine steps planned while the one before ran", Reading::Counter(host.steps_ahead)),
+        (
+            "steps_queued",
+            "Engine steps that the device had before the draws of the one before were known to the host",
+            Reading::Counter(host.steps_queued),
+        ),
         ("workspace_grown", "Times the workspace grew after warm-up", Reading::Counter(status.workspace_grown)),
         ("weight_bytes", "Bytes of weights", Reading::Gauge(memory.weight_bytes as f64)),
         ("workspace_bytes", "Bytes of workspace", Reading::Gauge(memory.workspace_bytes as f64)),

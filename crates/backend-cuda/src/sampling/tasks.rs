@@ -29,7 +29,7 @@ const MAX_TOP: u32 = 32;
 /// Words of a `Task` in sampling.cu.
 const TASK_WORDS: usize = 22;
 /// Words of an `Outcome`.
-const OUTCOME_WORDS: usize = 8;
+pub(super) const OUTCOME_WORDS: usize = 8;
 /// `num_top` of a task without a report.
 const NO_REPORT: u32 = u32::MAX;
 /// Room for tasks, and for outcomes, at first: a large batch with penalties' lists of average length.
@@ -174,7 +174,7 @@ impl TaskSampler {
     pub(super) fn new(device: &Arc<Device>, kernels: &Kernels) -> Result<Self, BackendError> {
         let state = State {
             packed: Packed::default(),
-            ring: UploadRing::new(device)?,
+            ring: UploadRing::new(device, kernels)?,
             tasks: DeviceMemory::take(device, FIRST_BYTES, "sampling")?,
             results: DeviceMemory::take(device, FIRST_BYTES, "sampling")?,
             readback: Readback::new(device),
@@ -189,6 +189,11 @@ impl TaskSampler {
         state.tasks.len() + state.results.len()
     }
 
+    /// Whether it samples rows of so many columns.
+    pub(super) fn takes_cols(&self, cols: u32) -> bool {
+        self.function.is_some() && slice_groups(cols) <= MAX_GROUPS
+    }
+
     /// Runs the tasks over logits `[R, cols]`, whose rows the caller has checked. False: not taken.
     pub(super) fn run(
         &self,
@@ -197,18 +202,39 @@ impl TaskSampler {
         tasks: &[RowTask<'_>],
         outcomes: &mut Vec<Option<RowOutcome>>,
     ) -> Result<bool, BackendError> {
-        let Some(function) = self.function else { return Ok(false) };
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(address) = self.launch(&mut state, logits, cols, tasks)? else { return Ok(false) };
+        let State { packed, readback, .. } = &mut *state;
+        // SAFETY: all of it belongs to this launch; what the kernel leaves out is not looked at.
+        let results = unsafe { readback.read(address, packed.num_results()) }?;
+        packed.read(tasks, cols, results, outcomes);
+        Ok(true)
+    }
+
+    /// Queues the tasks, none with a report, as [`Self::run`] does; gives the address of their outcomes. `None`: not taken.
+    pub(super) fn queue(&self, logits: u64, cols: u32, tasks: &[RowTask<'_>]) -> Result<Option<u64>, BackendError> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        self.launch(&mut state, logits, cols, tasks)
+    }
+
+    fn launch(
+        &self,
+        state: &mut State,
+        logits: u64,
+        cols: u32,
+        tasks: &[RowTask<'_>],
+    ) -> Result<Option<u64>, BackendError> {
+        let Some(function) = self.function else { return Ok(None) };
         let groups = slice_groups(cols);
         let is_taken = |task: &RowTask<'_>| task.num_top.is_none_or(|num| num <= MAX_TOP);
         if groups > MAX_GROUPS || !tasks.iter().all(is_taken) {
-            return Ok(false);
+            return Ok(None);
         }
-        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        let State { packed, ring, tasks: up, results: down, readback } = &mut *state;
+        let State { packed, ring, tasks: up, results: down, .. } = state;
         packed.fill(tasks, cols).ok_or_else(|| self.device.broken("more sampling tasks than fit 32 bits"))?;
-        self.make_room(up, packed.words.len() * 4)?;
-        self.make_room(down, packed.num_results() * 4)?;
-        // SAFETY: the range has room for the words; what read it before is through, as every run waits.
+        make_room(&self.device, up, packed.words.len() * 4)?;
+        make_room(&self.device, down, packed.num_results() * 4)?;
+        // SAFETY: the range has room for the words; what reads it now is before this on the stream.
         unsafe { ring.upload(&[&packed.words], up.address()) }?;
         let args = SamplingArgs {
             logits,
@@ -224,21 +250,22 @@ impl TaskSampler {
         // SAFETY: the struct is the kernel's; the caller checked the rows, `fill` placed every list inside the upload,
         // and `down` has room for all outcomes. A team's slices cover the row.
         unsafe { self.device.launch_cluster(function.0, (TEAM, num_tasks), TEAM, THREADS, shared_bytes, &args) }?;
-        // SAFETY: all of it belongs to this launch; what the kernel leaves out is not looked at.
-        let results = unsafe { readback.read(down.address(), packed.num_results()) }?;
-        packed.read(tasks, cols, results, outcomes);
-        Ok(true)
-    }
-
-    /// Exchanges `memory` for more if it has not `len` bytes.
-    fn make_room(&self, memory: &mut DeviceMemory, len: usize) -> Result<(), BackendError> {
-        if memory.len() < len {
-            *memory = DeviceMemory::take(&self.device, len.next_power_of_two(), "sampling")?;
-        }
-        Ok(())
+        Ok(Some(down.address()))
     }
 }
 
+/// The outcome of a task without a report, from its words.
+pub(super) fn bare_outcome(head: &[f32]) -> Option<RowOutcome> {
+    (head[0].to_bits() != 0).then(|| RowOutcome { token: head[1].to_bits(), report: None })
+}
+
+/// Exchanges `memory` for more if it has not `len` bytes. Nothing queued uses it afterwards: freeing waits.
+pub(super) fn make_room(device: &Arc<Device>, memory: &mut DeviceMemory, len: usize) -> Result<(), BackendError> {
+    if memory.len() < len {
+        *memory = DeviceMemory::take(device, len.next_power_of_two().max(16), "sampling")?;
+    }
+    Ok(())
+}
 /// The kernel, allowed the shared memory of the largest slice.
 fn team_function(device: &Device, kernels: &Kernels) -> Result<Function, BackendError> {
     let function = kernels.get("sample_rows_f32")?;

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::cast_possible_truncation)]
 #![allow(clippy::explicit_write)] // the harness would hold back what eprintln! says
 
+mod ahead;
 mod attention;
 mod extras;
 mod invariance;

@@ -4,14 +4,14 @@ use crate::support::{ACTIVATIONS, Random, gpu, host, tensor};
 use pagemill_backend::sampling::{Choice, Draw, LogitEdits, RowOutcome, RowTask, exp_neg, reference};
 use pagemill_backend::{Backend, Tensor};
 
-fn sample(gpu: &dyn Backend, logits: &Tensor, tasks: &[RowTask<'_>]) -> Vec<Option<RowOutcome>> {
+pub(crate) fn sample(gpu: &dyn Backend, logits: &Tensor, tasks: &[RowTask<'_>]) -> Vec<Option<RowOutcome>> {
     let mut outcomes = vec![Some(RowOutcome { token: 7, report: None })];
     assert!(gpu.sample_rows(logits, tasks, &mut outcomes).unwrap());
     outcomes
 }
 
 /// A row of each kind: like a model's, with ties, all alike, flat, steep, with the impossible, without a distribution.
-fn rows(random: &mut Random, cols: usize) -> Vec<Vec<f32>> {
+pub(crate) fn task_rows(random: &mut Random, cols: usize) -> Vec<Vec<f32>> {
     let normal = random.normal(cols);
     let scaled = |by: f32| normal.iter().map(|x| x * by).collect::<Vec<f32>>();
     let mut rows = vec![scaled(2.5), scaled(0.01), scaled(40.0), vec![-3.25; cols]];
@@ -108,7 +108,7 @@ fn tasks_give_what_the_reference_gives() {
     for (cols, num_tasks) in [(1, 100), (7, 400), (300, 800), (1025, 600), (32_000, 200), (128_256, 90), (262_144, 50)]
     {
         let mut random = Random::new(cols as u64);
-        let rows = rows(&mut random, cols);
+        let rows = task_rows(&mut random, cols);
         let all: Vec<Lists> = (0..num_tasks).map(|_| lists(&mut random, cols)).collect();
         let tasks: Vec<RowTask<'_>> =
             all.iter().enumerate().map(|(idx, lists)| task(&mut random, idx % rows.len(), lists, cols)).collect();
@@ -130,7 +130,7 @@ fn every_parameter_alone_and_with_every_other() {
     let Some(gpu) = gpu(ACTIVATIONS[1]) else { return };
     let cols = 5000;
     let mut random = Random::new(11);
-    let rows = rows(&mut random, cols);
+    let rows = task_rows(&mut random, cols);
     let lists = lists(&mut random, cols);
     let mut tasks = Vec::new();
     for row in [0, 1, 4] {

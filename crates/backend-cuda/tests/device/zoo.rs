@@ -33,7 +33,7 @@ fn limits(activations: Activations) -> Limits {
 }
 
 /// The tree's zoo, or that of the folder the test is run in (the binary may have travelled).
-fn folder(name: &str) -> PathBuf {
+pub(crate) fn folder(name: &str) -> PathBuf {
     let built = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo");
     let zoo = if built.exists() { built } else { PathBuf::from("crates/testkit/zoo") };
     zoo.join(name)
@@ -69,7 +69,11 @@ fn ids(value: &Value) -> Vec<u32> {
     value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
 }
 
-fn request(prompt: &[u32], max_tokens: usize, sampling: SamplingParams) -> (Request, pagemill_engine::EventReceiver) {
+pub(crate) fn request(
+    prompt: &[u32],
+    max_tokens: usize,
+    sampling: SamplingParams,
+) -> (Request, pagemill_engine::EventReceiver) {
     let (sink, events) = ChannelSink::new(prompt.len() + max_tokens + 8);
     let request = Request {
         prompt: prompt.to_vec(),

@@ -1,30 +1,57 @@
-//! A device that takes 2 ms for every step and computes nothing: it checks what is uploaded and copies it once, as a
-//! device of its own memory does, and draws one token for everybody.
+//! A device that takes a given time for every step and computes nothing: it checks what is uploaded and copies it once,
+//! as a device of its own memory does. What it draws follows from the token in front alone: the first column of what
+//! flows through a model is that token, and no layer changes it. Takes steps ahead, if it is told to.
 
-use pagemill_backend::sampling::{RowOutcome, RowTask};
+use pagemill_backend::sampling::{Choice, Draw, RowOutcome, RowTask};
 use pagemill_backend::{
-    Activation, AttentionParams, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout, CpuBackend, CpuConfig,
-    DeviceBatch, DeviceBuffer, DeviceInfo, KvPool, KvPoolSpec, LinearPart, ReadRows, RopeTable, Tensor, Weight,
-    WeightDesc,
+    Activation, AttentionParams, AwaitedToken, Backend, BackendError, BatchLayout, BlockCopy, CheckedLayout,
+    CpuBackend, CpuConfig, DeviceBatch, DeviceBuffer, DeviceInfo, KvPool, KvPoolSpec, LinearPart, MAX_QUEUED_STEPS,
+    ReadRows, RopeTable, StepsAhead, Tensor, Weight, WeightDesc, host_elements, host_elements_mut,
 };
 use std::any::Any;
+use std::collections::VecDeque;
 use std::hint::black_box;
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-const STEP: Duration = Duration::from_millis(2);
+/// Of the zoo's llama.
+const HIDDEN_SIZE: usize = 128;
 
 pub struct FreeDevice {
     /// Holds what must exist.
     host: CpuBackend,
     /// Where uploads go.
     pinned: Mutex<Vec<u32>>,
+    step: Duration,
+    takes_ahead: bool,
+    queue: Mutex<Queue>,
+}
+
+/// Outcomes on their way, oldest first, and when they are there.
+#[derive(Default)]
+struct Queue {
+    steps: VecDeque<(Instant, Vec<Option<RowOutcome>>)>,
+    /// Of the step queued last.
+    last: Vec<Option<RowOutcome>>,
 }
 
 impl FreeDevice {
-    pub fn new() -> Self {
+    pub fn new(step: Duration, takes_ahead: bool) -> Self {
         let config = CpuConfig { num_threads: Some(1), ..CpuConfig::default() };
-        Self { host: CpuBackend::new(config).unwrap(), pinned: Mutex::default() }
+        let host = CpuBackend::new(config).unwrap();
+        Self { host, pinned: Mutex::default(), step, takes_ahead, queue: Mutex::default() }
+    }
+
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hidden states of these tokens.
+    fn hidden(&self, ids: &[u32]) -> Result<Tensor, BackendError> {
+        let mut hidden = self.host.temp(ids.len(), HIDDEN_SIZE)?;
+        let rows = host_elements_mut("hidden", &mut hidden).unwrap().chunks_exact_mut(HIDDEN_SIZE);
+        rows.zip(ids).for_each(|(row, &id)| row[0] = id as f32);
+        Ok(hidden)
     }
 
     fn copy(&self, words: &[&[u32]]) {
@@ -88,14 +115,20 @@ impl Backend for FreeDevice {
 
     fn replay(&self, ids: &[u32], _batch: &DeviceBatch) -> Result<Option<Tensor>, BackendError> {
         self.copy(&[ids]);
-        Ok(Some(self.host.temp(ids.len(), 128)?))
+        self.hidden(ids).map(Some)
     }
 
-    fn embed(&self, _table: &Weight, _ids: &[u32], _scale: f32, _out: &mut Tensor) -> Done {
+    fn steps_ahead(&self, _vocab_size: usize) -> Option<&dyn StepsAhead> {
+        self.takes_ahead.then_some(self as _)
+    }
+
+    fn embed(&self, _table: &Weight, ids: &[u32], _scale: f32, out: &mut Tensor) -> Done {
+        *out = self.hidden(ids)?;
         Ok(())
     }
 
-    fn rms_norm(&self, _x: &Tensor, _weight: &Tensor, _eps: f32, _out: &mut Tensor) -> Done {
+    fn rms_norm(&self, x: &Tensor, _weight: &Tensor, _eps: f32, out: &mut Tensor) -> Done {
+        copy_first_column(x, out);
         Ok(())
     }
 
@@ -107,7 +140,8 @@ impl Backend for FreeDevice {
         Ok(())
     }
 
-    fn linear(&self, _x: &Tensor, _parts: &mut [LinearPart<'_>]) -> Done {
+    fn linear(&self, x: &Tensor, parts: &mut [LinearPart<'_>]) -> Done {
+        parts.iter_mut().for_each(|part| copy_first_column(x, part.out));
         Ok(())
     }
 
@@ -141,8 +175,8 @@ impl Backend for FreeDevice {
         Ok(())
     }
 
-    fn gather_rows(&self, _x: &Tensor, _rows: &[u32], _out: &mut Tensor) -> Done {
-        Ok(())
+    fn gather_rows(&self, x: &Tensor, rows: &[u32], out: &mut Tensor) -> Done {
+        self.host.gather_rows(x, rows, out)
     }
 
     fn scale(&self, _x: &mut Tensor, _scale: f32) -> Done {
@@ -155,13 +189,12 @@ impl Backend for FreeDevice {
 
     fn sample_rows(
         &self,
-        _logits: &Tensor,
+        logits: &Tensor,
         tasks: &[RowTask<'_>],
         outcomes: &mut Vec<Option<RowOutcome>>,
     ) -> Result<bool, BackendError> {
-        std::thread::sleep(STEP);
-        outcomes.clear();
-        outcomes.extend(tasks.iter().map(|_| Some(RowOutcome { token: 7, report: None })));
+        std::thread::sleep(self.step);
+        *outcomes = draw(logits, tasks);
         Ok(true)
     }
 
@@ -176,6 +209,64 @@ impl Backend for FreeDevice {
     fn copy_from_host(&self, data: &[f32], x: &mut Tensor) -> Done {
         self.host.copy_from_host(data, x)
     }
+}
+
+impl StepsAhead for FreeDevice {
+    fn is_recorded(&self, _batch: &DeviceBatch) -> Result<bool, BackendError> {
+        Ok(true)
+    }
+
+    fn replay_awaiting(
+        &self,
+        ids: &[u32],
+        awaited: &[AwaitedToken],
+        _batch: &DeviceBatch,
+    ) -> Result<Tensor, BackendError> {
+        self.copy(&[ids]);
+        let (mut ids, queue) = (ids.to_vec(), self.queue());
+        for &AwaitedToken { token, task } in awaited {
+            ids[token as usize] = queue.last[task as usize].as_ref().map_or(0, |outcome| outcome.token);
+        }
+        self.hidden(&ids)
+    }
+
+    fn queue_sampling(&self, logits: &Tensor, tasks: &[RowTask<'_>]) -> Done {
+        let mut queue = self.queue();
+        assert!(queue.steps.len() < MAX_QUEUED_STEPS, "more steps than may be on their way");
+        queue.last = draw(logits, tasks);
+        let begins = queue.steps.back().map_or_else(Instant::now, |(at, _)| (*at).max(Instant::now()));
+        let outcomes = queue.last.clone();
+        queue.steps.push_back((begins + self.step, outcomes));
+        Ok(())
+    }
+
+    fn is_sampled(&self) -> Result<bool, BackendError> {
+        Ok(self.queue().steps.front().unwrap().0 <= Instant::now())
+    }
+
+    fn take_sampled(&self, outcomes: &mut Vec<Option<RowOutcome>>) -> Done {
+        let (at, drawn) = self.queue().steps.pop_front().unwrap();
+        std::thread::sleep(at.saturating_duration_since(Instant::now()));
+        *outcomes = drawn;
+        Ok(())
+    }
+}
+
+fn copy_first_column(x: &Tensor, out: &mut Tensor) {
+    let (x_cols, cols) = (x.cols(), out.cols());
+    let x = host_elements("x", x).unwrap().chunks_exact(x_cols);
+    host_elements_mut("out", out).unwrap().chunks_exact_mut(cols).zip(x).for_each(|(out, x)| out[0] = x[0]);
+}
+
+/// Depends on the token in front, on the random number, and on what penalties and masks ask for.
+fn draw(logits: &Tensor, tasks: &[RowTask<'_>]) -> Vec<Option<RowOutcome>> {
+    let (rows, cols) = (host_elements("logits", logits).unwrap(), logits.cols());
+    let outcome = |task: &RowTask<'_>| {
+        let Choice::Draw(Draw { uniform, .. }) = task.choice else { return rows[task.row * cols] as u32 + 1 };
+        let edits = task.edits.output_counts.len() + task.edits.masked.len();
+        rows[task.row * cols] as u32 + 3 + (uniform * 50.0) as u32 + edits as u32
+    };
+    tasks.iter().map(|task| Some(RowOutcome { token: outcome(task) % 499, report: None })).collect()
 }
 
 /// Memory of a pool that nobody reads.

@@ -1,11 +1,12 @@
 //! What the host does for a step in steady decode, on a device whose step costs nothing: `cargo bench -p
-//! pagemill-engine --bench host_cost [-- SEQUENCES STEPS] [warm|cold|ranks]`. Runs for each number of sequences:
+//! pagemill-engine --bench host_cost [-- SEQUENCES STEPS] [warm|cold|ranks|ahead]`. Runs for each number of sequences:
 //!
 //! - *warm*: the engine's thread and the sinks', an executor that answers at once; scheduling, applying and delivering.
 //! - *cold*: as *warm*, but the core's caches are emptied where the device would compute, as they are behind a step of
 //!   milliseconds.
 //! - *ranks*: the engine as it is, with a rank's thread and a free device of 2 ms a step; all parts, and what of them
 //!   lies between two steps.
+//! - *ahead*: as *ranks*, on a device that takes a step before the draws of the one before are known.
 //!
 //! Medians over steps, in microseconds. On a busy machine, compare binaries that ran in turn.
 #![allow(clippy::unwrap_used)]
@@ -25,7 +26,7 @@ use pagemill_scheduler::{
 };
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 /// Tokens of the longest prompt; others are shorter by up to a block, so that as many begin a block in each step.
 const PROMPT_LEN: usize = 1000;
@@ -37,6 +38,9 @@ const MAX_SEQ_LEN: usize = BLOCKS_A_SEQUENCE * BLOCK_SIZE;
 const WARM_UP: usize = 40;
 /// Times that the batch is filled with other prompts before: then all memory has been used, and every block has a name.
 const ROUNDS_BEFORE: usize = 3;
+
+/// Of the free device.
+const STEP: Duration = Duration::from_millis(2);
 
 /// Notes when each token came, as `bench latency` does.
 struct NotingSink {
@@ -96,7 +100,7 @@ fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExec
     InferenceEngine::new(scheduler, kv_cache, EchoExecutor::new(empties_caches), memory).telling_on_a_thread()
 }
 
-fn with_ranks(num_sequences: usize) -> InferenceEngine {
+fn with_ranks(num_sequences: usize, takes_ahead: bool) -> InferenceEngine {
     // A block of the zoo's model: keys and values of 4 layers, 2 heads of 32 elements, 16 tokens, 2 bytes.
     let block_bytes = 2 * 4 * 2 * 32 * BLOCK_SIZE as u64 * 2;
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama");
@@ -107,7 +111,8 @@ fn with_ranks(num_sequences: usize) -> InferenceEngine {
         kv_cache_bytes: Some(block_bytes * (num_sequences * BLOCKS_A_SEQUENCE) as u64),
         ..EngineConfig::default()
     };
-    let rank = RankContext { backend: Arc::new(FreeDevice::new()), collective: Arc::new(SoloCollective) };
+    let rank =
+        RankContext { backend: Arc::new(FreeDevice::new(STEP, takes_ahead)), collective: Arc::new(SoloCollective) };
     build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {})
         .unwrap()
         .engine
@@ -149,8 +154,9 @@ fn measure<E: Executor>(engine: &mut InferenceEngine<E>, num_sequences: usize, n
         format!("{:7.1}", f64::from(u32::try_from(values[values.len() / 2]).unwrap()) / 1e3)
     };
     let num_ahead: u64 = steps.iter().map(|host| host.steps_ahead).sum();
+    let num_queued: u64 = steps.iter().map(|host| host.steps_queued).sum();
     format!(
-        "{} {} {} {} {} {}   {num_ahead} of {num_steps} planned ahead",
+        "{} {} {} {} {} {}   {num_ahead} of {num_steps} planned ahead, {num_queued} queued",
         median(|host| host.schedule_ns),
         median(|host| host.layout_ns),
         median(|host| host.apply_ns),
@@ -165,7 +171,8 @@ fn main() {
     let batches = numbers.first().map_or(vec![1, 64, 256], |&batch| vec![batch]);
     let num_steps = numbers.get(1).copied().unwrap_or(400);
     let is_wanted = |run: &str| {
-        let mut named = std::env::args().filter(|word| ["warm", "cold", "ranks"].contains(&word.as_str())).peekable();
+        let mut named =
+            std::env::args().filter(|word| ["warm", "cold", "ranks", "ahead"].contains(&word.as_str())).peekable();
         named.peek().is_none() || named.any(|word| word == run)
     };
     println!("            schedule  layout   apply deliver   total  not hidden");
@@ -173,8 +180,10 @@ fn main() {
         for run in ["warm", "cold"].into_iter().filter(|run| is_wanted(run)) {
             println!("{batch:4} {run}   {}", measure(&mut alone(batch, run == "cold"), batch, num_steps));
         }
-        if is_wanted("ranks") {
-            println!("{batch:4} ranks  {}", measure(&mut with_ranks(batch), batch, num_steps));
+        for (run, takes_ahead) in [("ranks", false), ("ahead", true)] {
+            if is_wanted(run) {
+                println!("{batch:4} {run}  {}", measure(&mut with_ranks(batch, takes_ahead), batch, num_steps));
+            }
         }
     }
 }

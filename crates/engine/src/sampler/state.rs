@@ -63,7 +63,7 @@ impl RequestState {
     /// A request that has generated nothing.
     pub(crate) fn new(prompt: Arc<[u32]>, params: Arc<SamplingParams>) -> Self {
         let repetition = params.repetition_penalty != 1.0;
-        let counted = repetition || params.presence_penalty != 0.0 || params.frequency_penalty != 0.0;
+        let counted = params.has_penalties();
         let mut prompt_ids: Vec<u32> = if repetition { prompt.to_vec() } else { Vec::new() };
         prompt_ids.sort_unstable();
         prompt_ids.dedup();

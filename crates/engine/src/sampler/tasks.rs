@@ -9,9 +9,11 @@ use super::{Drawn, NAN_LOGITS, is_greedy};
 use pagemill_backend::sampling::{Choice, Draw, LogitEdits, RowOutcome, RowReport, RowTask};
 use pagemill_scheduler::TokenLogprobs;
 
-/// The next token of `choice`, from row `row`.
-pub(crate) fn choice_task(row: usize, request: &RequestState, choice: u32) -> RowTask<'_> {
+/// The next token of `choice`, from row `row`. `num_awaited` tokens before it are not in its past yet: parameters that
+/// [`crate::SamplingParams::chooses_unaware`] do not ask which.
+pub(crate) fn choice_task(row: usize, request: &RequestState, choice: u32, num_awaited: usize) -> RowTask<'_> {
     let (params, state) = (request.params.as_ref(), request.choice(choice));
+    let output_len = state.output_len() + num_awaited;
     let how = if is_greedy(params) {
         Choice::Largest
     } else {
@@ -20,10 +22,10 @@ pub(crate) fn choice_task(row: usize, request: &RequestState, choice: u32) -> Ro
             top_k: params.top_k,
             top_p: params.top_p,
             min_p: params.min_p,
-            uniform: uniform(params.seed, choice, state.output_len()),
+            uniform: uniform(params.seed, choice, output_len),
         })
     };
-    let masked: &[u32] = if state.output_len() < params.min_tokens { &params.stop_token_ids } else { &[] };
+    let masked: &[u32] = if output_len < params.min_tokens { &params.stop_token_ids } else { &[] };
     let edits = LogitEdits {
         bias: &params.logit_bias,
         repetition_penalty: params.repetition_penalty,
