@@ -194,7 +194,7 @@ impl BatchMemory {
         let plan = &mut self.plans[at];
         plan.make(layout, &self.table_starts[kind.group_idx]);
         let parts = [plan.decode_words(), plan.prefill_words()];
-        let len = parts.iter().map(|part| part.len() * 4).sum();
+        let len = parts.iter().map(|part| part.len() * 4).sum::<usize>();
         let memory = DeviceMemory::take(&self.device, len.next_multiple_of(16), "a plan for attention")?;
         // SAFETY: the range is long enough and was just taken.
         unsafe { self.ring.upload(&parts, memory.address()) }?;

@@ -1,7 +1,7 @@
 //! From what was typed to what is valid: each room's immutable part of the configuration. Every message
 //! names the key.
 
-use crate::devices::{Device, Ranks};
+use crate::devices::{AskedSizes, Device, Ranks, StepSizes};
 use crate::settings::{EngineSettings, ServerSettings};
 use anyhow::{Context, Result, bail};
 use pagemill_backend::{ActivationMode, CpuConfig, DType, Isa};
@@ -57,13 +57,17 @@ pub fn engine_config_among(num_processes: usize, settings: EngineSettings) -> Re
     let device = Device::parse(settings.device.as_deref(), ranks)?;
     let defaults = device.engine_defaults();
     let max_batch_size = positive(settings.max_batch_size, "max_batch_size")?.or(defaults.max_batch_size);
-    let prefill_chunk_size =
-        positive(settings.prefill_chunk_size, "prefill_chunk_size")?.unwrap_or(defaults.prefill_chunk_size);
+    let asked = AskedSizes {
+        prefill_chunk_size: positive(settings.prefill_chunk_size, "prefill_chunk_size")?,
+        max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?,
+    };
+    let StepSizes { prefill_chunk_size, max_batch_tokens, mixed_batch_tokens } =
+        device.step_sizes(asked, max_batch_size);
     let engine = EngineConfig {
         max_batch_size,
         max_seq_len: positive(settings.max_seq_len, "max_seq_len")?,
-        max_batch_tokens: positive(settings.max_batch_tokens, "max_batch_tokens")?
-            .or_else(|| device.max_batch_tokens(prefill_chunk_size, max_batch_size)),
+        max_batch_tokens,
+        mixed_batch_tokens,
         prefill_chunk_size,
         continuous_batching: settings.continuous_batching.unwrap_or(defaults.continuous_batching),
         plan_ahead: settings.plan_ahead.unwrap_or(defaults.plan_ahead),

@@ -15,6 +15,9 @@ pub struct EngineConfig {
     pub max_batch_tokens: Option<usize>,
     /// Prompt tokens of one request in one step at most.
     pub prefill_chunk_size: usize,
+    /// Tokens at most in a step in which somebody decodes; one in which nobody does may be a chunk of
+    /// `max_batch_tokens`. `None`: such steps are no different.
+    pub mixed_batch_tokens: Option<usize>,
     /// `false`: the classic static batch.
     pub continuous_batching: bool,
     /// Tokens in a KV block: 16, 32, 64, 128 or 256.
@@ -50,6 +53,7 @@ impl Default for EngineConfig {
             max_seq_len: None,
             max_batch_tokens: None,
             prefill_chunk_size: 512,
+            mixed_batch_tokens: None,
             continuous_batching: true,
             block_size: 16,
             kv_dtype: DType::F16,

@@ -30,11 +30,13 @@ impl Limits {
         check_values(spec, config)?;
         let max_batch_size = config.max_batch_size.unwrap_or(AUTO_BATCH_SIZE);
         let max_batch_tokens = config.max_batch_tokens.unwrap_or(config.prefill_chunk_size + max_batch_size);
-        if max_batch_tokens < max_batch_size {
-            return Err(bad(
-                "max_batch_tokens",
-                format!("{max_batch_tokens} is less than max_batch_size ({max_batch_size})"),
-            ));
+        for (key, tokens) in [
+            ("max_batch_tokens", max_batch_tokens),
+            ("mixed_batch_tokens", config.mixed_batch_tokens.unwrap_or(max_batch_tokens)),
+        ] {
+            if tokens < max_batch_size {
+                return Err(bad(key, format!("{tokens} is less than max_batch_size ({max_batch_size})")));
+            }
         }
         let groups = spec
             .kv_groups
@@ -58,6 +60,7 @@ impl Limits {
             max_batch_size: self.max_batch_size,
             max_batch_tokens: self.max_batch_tokens,
             prefill_chunk_size: config.prefill_chunk_size,
+            mixed_batch_tokens: config.mixed_batch_tokens,
             max_seq_len: self.max_seq_len,
             max_waiting: config.max_waiting,
             ageing_us: config.ageing_us,
@@ -74,7 +77,10 @@ impl Limits {
             groups: self.groups.clone(),
             layout: config.kv_layout,
             max_seq_len: self.max_seq_len,
-            prefill_chunk_size: config.prefill_chunk_size,
+            prefill_chunk_size: match config.mixed_batch_tokens {
+                Some(_) => config.prefill_chunk_size.max(self.max_batch_tokens),
+                None => config.prefill_chunk_size,
+            },
             prefix_cache: config.prefix_cache,
         }
     }

@@ -205,6 +205,7 @@ mod tests {
             max_batch_size: 6,
             max_batch_tokens: 20,
             prefill_chunk_size: 8,
+            mixed_batch_tokens: None,
             max_seq_len: 64,
             max_waiting: 100,
             ageing_us: 10,

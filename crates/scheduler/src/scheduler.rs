@@ -36,6 +36,9 @@ pub struct SchedulerConfig {
     pub max_batch_tokens: usize,
     /// Prompt tokens of one request in one step at most.
     pub prefill_chunk_size: usize,
+    /// Tokens at most in a step in which somebody decodes, at least `max_batch_size`. Then a step in which nobody does
+    /// may be one chunk of `max_batch_tokens`: it stalls no answer. `None`: such steps are no different.
+    pub mixed_batch_tokens: Option<usize>,
     /// Tokens in a sequence at most.
     pub max_seq_len: usize,
     /// Sequences waiting at most (preempted ones included); more requests are refused with `QueueFull`.
@@ -57,6 +60,14 @@ pub struct SchedulerConfig {
     /// Stages of the pipeline that runs the plans, at least 1. From 2 on, sequences of negative priority
     /// only fill its bubbles while others live (continuous batching).
     pub num_stages: usize,
+}
+
+impl SchedulerConfig {
+    /// Prompt tokens of one request in one step at most, whether anybody decodes or not.
+    #[must_use]
+    pub fn largest_chunk(&self) -> usize {
+        self.mixed_batch_tokens.map_or(self.prefill_chunk_size, |_| self.prefill_chunk_size.max(self.max_batch_tokens))
+    }
 }
 
 /// Counters and gauges.
@@ -126,7 +137,9 @@ impl DynamicBatchScheduler {
     #[must_use]
     pub fn new(config: SchedulerConfig) -> Self {
         assert!(config.max_batch_size > 0 && config.prefill_chunk_size > 0, "a step computes at least one token");
-        assert!(config.max_batch_tokens >= config.max_batch_size, "a step has room for one token of each sequence");
+        let least =
+            config.mixed_batch_tokens.map_or(config.max_batch_tokens, |tokens| tokens.min(config.max_batch_tokens));
+        assert!(least >= config.max_batch_size, "a step has room for one token of each sequence");
         Self {
             config,
             sequences: Sequences::default(),
@@ -163,7 +176,7 @@ impl DynamicBatchScheduler {
     pub fn submit(&mut self, request: RequestSpec, kv_cache: &PagedKvCache) -> Admission {
         assert!(request.n > 0, "{:?} asks for no choice", request.id);
         assert!(!self.requests.contains_key(&request.id), "{:?} is in use", request.id);
-        let (chunk, sized_for) = (self.config.prefill_chunk_size, kv_cache.config().prefill_chunk_size);
+        let (chunk, sized_for) = (self.config.largest_chunk(), kv_cache.config().prefill_chunk_size);
         assert!(chunk <= sized_for, "chunks of {chunk} tokens; the KV cache counts on {sized_for} at most");
         self.check_limits(&request, kv_cache)?;
         let live = LiveRequest { num_choices: request.n, num_live: request.n };

@@ -78,7 +78,7 @@ impl Device {
 
     /// The engine's defaults there. A GPU wants larger steps: more tokens cost it little more time. Of 2048, 4096 and
     /// 8192 tokens, measured (docs/gpu-log.md), 4096 gives nearly the throughput of 8192 and stalls decodes half as
-    /// long.
+    /// long; where nobody decodes, nobody is stalled.
     pub fn engine_defaults(&self) -> EngineConfig {
         let defaults = EngineConfig::default();
         match self {
@@ -89,15 +89,43 @@ impl Device {
         }
     }
 
-    /// Tokens of a step there, where the engine's own rule (a whole chunk and a full batch of decodes) does not serve.
-    /// On a GPU decodes take their tokens from the chunk's: products are cut into tiles, and a few tokens more than a
-    /// round number cost another round of tiles over the whole chip.
-    pub fn max_batch_tokens(&self, prefill_chunk_size: usize, max_batch_size: Option<usize>) -> Option<usize> {
-        match self {
-            Self::Cpu => None,
-            Self::Cuda(_) => Some(prefill_chunk_size.max(max_batch_size.unwrap_or(0))),
+    /// Tokens of a step there, at most and where somebody decodes, in place of what was not `asked` for: the engine's
+    /// own rule (a whole chunk and a full batch of decodes) does not serve. On a GPU decodes take their tokens from the
+    /// chunk's: products are cut into tiles, and a few tokens more than a round number cost another round of tiles over
+    /// the whole chip.
+    pub fn step_sizes(&self, asked: AskedSizes, max_batch_size: Option<usize>) -> StepSizes {
+        let EngineConfig { prefill_chunk_size: chunk, .. } = self.engine_defaults();
+        let prefill_chunk_size = asked.prefill_chunk_size.unwrap_or(chunk);
+        let of_chunks = |chunk: usize| chunk.max(max_batch_size.unwrap_or(0));
+        match (self, asked) {
+            (Self::Cuda(_), AskedSizes { prefill_chunk_size: None, max_batch_tokens: None }) => StepSizes {
+                prefill_chunk_size,
+                max_batch_tokens: Some(of_chunks(2 * chunk)),
+                mixed_batch_tokens: Some(of_chunks(chunk)),
+            },
+            (Self::Cuda(_), AskedSizes { max_batch_tokens: None, .. }) => StepSizes {
+                prefill_chunk_size,
+                max_batch_tokens: Some(of_chunks(prefill_chunk_size)),
+                mixed_batch_tokens: None,
+            },
+            _ => StepSizes { prefill_chunk_size, max_batch_tokens: asked.max_batch_tokens, mixed_batch_tokens: None },
         }
     }
+}
+
+/// What was configured of a step's sizes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct AskedSizes {
+    pub prefill_chunk_size: Option<usize>,
+    pub max_batch_tokens: Option<usize>,
+}
+
+/// As the engine's configuration has them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepSizes {
+    pub prefill_chunk_size: usize,
+    pub max_batch_tokens: Option<usize>,
+    pub mixed_batch_tokens: Option<usize>,
 }
 
 /// Whether `text` names GPUs of this machine, whatever it has.
@@ -251,10 +279,21 @@ mod tests {
 
     #[test]
     fn a_gpus_step_is_a_chunk_and_has_room_for_a_batch() {
-        assert_eq!(Device::Cpu.max_batch_tokens(512, Some(64)), None);
-        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(4096, Some(256)), Some(4096));
-        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(128, Some(256)), Some(256));
-        assert_eq!(Device::Cuda(vec![0]).max_batch_tokens(128, None), Some(128));
+        let sizes = |device: Device, chunk, most, batch| {
+            let asked = AskedSizes { prefill_chunk_size: chunk, max_batch_tokens: most };
+            let StepSizes { prefill_chunk_size, max_batch_tokens, mixed_batch_tokens } =
+                device.step_sizes(asked, batch);
+            (prefill_chunk_size, max_batch_tokens, mixed_batch_tokens)
+        };
+        let cuda = || Device::Cuda(vec![0]);
+        assert_eq!(sizes(Device::Cpu, None, None, Some(64)), (512, None, None));
+        assert_eq!(sizes(Device::Cpu, Some(7), Some(90), Some(64)), (7, Some(90), None));
+        assert_eq!(sizes(cuda(), None, None, Some(256)), (4096, Some(8192), Some(4096)));
+        assert_eq!(sizes(cuda(), None, None, Some(5000)), (4096, Some(8192), Some(5000)));
+        assert_eq!(sizes(cuda(), None, None, Some(9000)), (4096, Some(9000), Some(9000)));
+        assert_eq!(sizes(cuda(), Some(128), None, Some(256)), (128, Some(256), None));
+        assert_eq!(sizes(cuda(), Some(128), None, None), (128, Some(128), None));
+        assert_eq!(sizes(cuda(), None, Some(2048), Some(256)), (4096, Some(2048), None));
     }
 
     #[test]

@@ -87,6 +87,7 @@ fn alone(num_sequences: usize, empties_caches: bool) -> InferenceEngine<EchoExec
         max_batch_size: num_sequences,
         max_batch_tokens: 8192,
         prefill_chunk_size: 512,
+        mixed_batch_tokens: None,
         max_seq_len: MAX_SEQ_LEN,
         max_waiting: 1024,
         ageing_us: 5_000_000,

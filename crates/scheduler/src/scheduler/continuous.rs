@@ -55,7 +55,7 @@ impl DynamicBatchScheduler {
                 continue;
             }
             let is_decode = sequence.is_decode();
-            let limit = if is_decode { budget.decode } else { budget.prefill.min(self.config.prefill_chunk_size) };
+            let limit = if is_decode { budget.decode } else { budget.prefill.min(budget.chunk) };
             let num_tokens = num_remaining.min(limit);
             if num_tokens == 0 {
                 continue;
@@ -137,7 +137,7 @@ impl DynamicBatchScheduler {
                 }
                 promised = self.blocks_promised(kv_cache);
             }
-            let Some(num_tokens) = self.start(rank.place(), hit, step, kv_cache, budget.prefill) else {
+            let Some(num_tokens) = self.start(rank.place(), hit, step, kv_cache, budget) else {
                 break;
             };
             self.waiting.remove(&rank);
@@ -226,10 +226,10 @@ impl DynamicBatchScheduler {
         hit: PrefixHit,
         step: &mut StepBuilder,
         kv_cache: &mut PagedKvCache,
-        budget: usize,
+        budget: &TokenBudget,
     ) -> Option<usize> {
         let (id, start) = (place.id(), hit.num_tokens);
-        let num_tokens = (self.sequence(place).tokens.len() - start).min(budget).min(self.config.prefill_chunk_size);
+        let num_tokens = (self.sequence(place).tokens.len() - start).min(budget.prefill).min(budget.chunk);
         kv_cache.start_sequence(id, hit).ok()?;
         let table = kv_cache.table_of(id);
         if kv_cache.extend_at(table, start, start + num_tokens, &mut step.copies).is_err() {

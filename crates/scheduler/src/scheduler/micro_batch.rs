@@ -19,6 +19,8 @@ const PREFILL_SHARE_MIN: usize = 64;
 pub(super) struct TokenBudget {
     pub(super) decode: usize,
     pub(super) prefill: usize,
+    /// Of these, of one sequence.
+    pub(super) chunk: usize,
 }
 
 /// Whom one look at the sequences is about.
@@ -73,7 +75,8 @@ impl DynamicBatchScheduler {
     /// much to each of the other micro-batches. One token is set aside for each decode, so that prompt
     /// chunks never stall them.
     pub(super) fn budget(&self, pass: Pass) -> TokenBudget {
-        let SchedulerConfig { max_batch_tokens, micro_batches, .. } = self.config;
+        let SchedulerConfig { max_batch_tokens, mixed_batch_tokens, prefill_chunk_size, micro_batches, .. } =
+            self.config;
         let (mut num_decoding, mut num_ready, mut num_prompt_tokens) = (0usize, 0usize, 0usize);
         for rank in self.running.iter().filter(|rank| pass.takes(**rank)) {
             let sequence = self.sequence(rank.place());
@@ -84,7 +87,13 @@ impl DynamicBatchScheduler {
                 num_prompt_tokens += sequence.num_remaining();
             }
         }
-        let most = if pass.fillers { self.filler_tokens() } else { max_batch_tokens };
+        let is_mixed = num_decoding > 0 || micro_batches > 1 || pass.fillers;
+        let chunk = if is_mixed { prefill_chunk_size } else { self.config.largest_chunk() };
+        let most = match mixed_batch_tokens.filter(|_| is_mixed) {
+            _ if pass.fillers => self.filler_tokens(),
+            Some(mixed) => mixed.min(max_batch_tokens),
+            None => max_batch_tokens,
+        };
         let decode = num_ready.min(num_decoding.div_ceil(micro_batches.max(1))).min(most);
         let mut prefill = most - decode;
         if micro_batches > 1 {
@@ -97,7 +106,7 @@ impl DynamicBatchScheduler {
             }
             prefill = prefill.min(num_prompt_tokens.div_ceil(micro_batches).max(PREFILL_SHARE_MIN));
         }
-        TokenBudget { decode, prefill }
+        TokenBudget { decode, prefill, chunk }
     }
 
     /// What the others bear beside a decode. Behind a prompt chunk a filling step may be as long as that:

@@ -123,6 +123,36 @@ fn a_long_prompt_is_chunked_and_never_stalls_decodes() {
 }
 
 #[test]
+fn a_step_may_be_larger_while_nobody_decodes() {
+    let config = SchedulerConfig { prefill_chunk_size: 16, mixed_batch_tokens: Some(20), ..scheduler_config() };
+    let mut house = House::new(config, cache_config(200, 4));
+    let requests = [(1, 100, 60), (2, 100, 3), (3, 30, 3)];
+    let requests = requests.map(|(id, len, max_tokens)| request(id, prompt(id as u32, len), max_tokens));
+    let lens = |plan: &StepPlan| plan.sequences.iter().map(|sequence| sequence.token_ids.len()).collect::<Vec<_>>();
+    house.submit(requests[0].clone()).unwrap();
+    for alone in [64, 36] {
+        assert_eq!(lens(&house.schedule().unwrap()), [alone]);
+        house.apply();
+    }
+    house.submit(requests[1].clone()).unwrap();
+    house.submit(requests[2].clone()).unwrap();
+    for chunks in [&[1, 16, 3][..], &[1, 16, 3], &[1, 16, 3]] {
+        assert_eq!(lens(&house.schedule().unwrap()), chunks, "the first one decodes");
+        house.apply();
+    }
+    house.run(100);
+    requests.iter().for_each(|request| house.assert_solo(request));
+    let together = [request(4, prompt(4, 30), 2), request(5, prompt(5, 30), 2), request(6, prompt(6, 30), 2)];
+    together.iter().for_each(|request| house.submit(request.clone()).unwrap());
+    assert_eq!(lens(&house.schedule().unwrap()), [30, 30, 4]);
+    house.apply();
+    assert_eq!(lens(&house.schedule().unwrap()), [1, 1, 16], "and then they stay within 20");
+    house.apply();
+    house.run(100);
+    together.iter().for_each(|request| house.assert_solo(request));
+}
+
+#[test]
 fn prompts_share_the_step_budget() {
     let mut house = House::small(100);
     for id in 1..=3 {

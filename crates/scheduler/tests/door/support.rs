@@ -145,6 +145,7 @@ pub fn scheduler_config() -> SchedulerConfig {
         max_batch_size: 8,
         max_batch_tokens: 64,
         prefill_chunk_size: 64,
+        mixed_batch_tokens: None,
         max_seq_len: 1024,
         max_waiting: 100,
         ageing_us: 1_000_000,
@@ -225,16 +226,25 @@ impl House {
         let config = self.scheduler.config();
         assert!(plan.sequences.len() <= config.max_batch_size);
         let padding: usize = plan.sequences.iter().map(|s| s.num_padding).sum();
-        assert!(plan.num_tokens() + padding <= config.max_batch_tokens, "{plan:?}");
         let block_size = self.kv.config().block_size;
+        let is_decode = |sequence: &ScheduledSequence| {
+            sequence.token_ids.len() == 1
+                && !sequence.sample.is_empty()
+                && (self.tokens.contains_key(&sequence.id) || sequence.drawn_idx.is_some())
+        };
+        let is_mixed = plan.sequences.iter().any(is_decode);
+        let (most, chunk) = match config.mixed_batch_tokens {
+            Some(mixed) if is_mixed => (mixed, config.prefill_chunk_size),
+            Some(_) => (config.max_batch_tokens, config.largest_chunk()),
+            None => (config.max_batch_tokens, config.prefill_chunk_size),
+        };
+        assert!(plan.num_tokens() + padding <= most, "{plan:?}");
         let mut chunk_seen = false;
         for sequence in &plan.sequences {
-            let is_decode = sequence.token_ids.len() == 1
-                && !sequence.sample.is_empty()
-                && (self.tokens.contains_key(&sequence.id) || sequence.drawn_idx.is_some());
+            let is_decode = is_decode(sequence);
             assert!(!(is_decode && chunk_seen), "a decode comes after a prompt chunk");
             chunk_seen |= !is_decode;
-            assert!(sequence.token_ids.len() <= config.prefill_chunk_size);
+            assert!(sequence.token_ids.len() <= chunk);
             let end = sequence.start + sequence.token_ids.len();
             for table in &sequence.block_tables {
                 for written in &table[sequence.start / block_size..end.div_ceil(block_size)] {
