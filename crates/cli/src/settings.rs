@@ -20,8 +20,8 @@ pub struct EngineSettings {
     /// Tokens in one step at most [default: derived]
     #[arg(long, env = "PAGEMILL_MAX_BATCH_TOKENS", visible_alias = "max-num-batched-tokens", value_name = "TOKENS")]
     pub max_batch_tokens: Option<usize>,
-    /// Prompt tokens of one request in one step at most [default: 512, on a GPU 4096, and 8192 while nobody
-    /// decodes]
+    /// Prompt tokens of one request in one step at most [default: 512, on a GPU 4096, and
+    /// 8192 for the first in order while nobody decodes]
     #[arg(long, env = "PAGEMILL_PREFILL_CHUNK_SIZE", visible_alias = "ubatch-size", value_name = "TOKENS")]
     pub prefill_chunk_size: Option<usize>,
     /// `false` runs classic static batches: the baseline that benches compare with [default: true]

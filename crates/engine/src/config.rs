@@ -15,7 +15,7 @@ pub struct EngineConfig {
     pub max_batch_tokens: Option<usize>,
     /// Prompt tokens of one request in one step at most.
     pub prefill_chunk_size: usize,
-    /// Tokens at most in a step in which somebody decodes; one in which nobody does may be a chunk of
+    /// Tokens at most in a step of several sequences; a prompt alone, while nobody decodes, may have up to
     /// `max_batch_tokens`. `None`: such steps are no different.
     pub mixed_batch_tokens: Option<usize>,
     /// `false`: the classic static batch.

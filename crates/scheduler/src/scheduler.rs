@@ -36,8 +36,9 @@ pub struct SchedulerConfig {
     pub max_batch_tokens: usize,
     /// Prompt tokens of one request in one step at most.
     pub prefill_chunk_size: usize,
-    /// Tokens at most in a step in which somebody decodes, at least `max_batch_size`. Then a step in which nobody does
-    /// may be one chunk of `max_batch_tokens`: it stalls no answer. `None`: such steps are no different.
+    /// Tokens at most in a step of several sequences, at least `max_batch_size`. A prompt that has a step to itself,
+    /// while nobody decodes, may then have up to `max_batch_tokens` there: it stalls no answer. `None`, and in static
+    /// batches: such steps are no different.
     pub mixed_batch_tokens: Option<usize>,
     /// Tokens in a sequence at most.
     pub max_seq_len: usize,

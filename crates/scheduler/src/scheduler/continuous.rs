@@ -55,7 +55,8 @@ impl DynamicBatchScheduler {
                 continue;
             }
             let is_decode = sequence.is_decode();
-            let limit = if is_decode { budget.decode } else { budget.prefill.min(budget.chunk) };
+            let chunk = budget.chunk(step.is_empty(), self.config.prefill_chunk_size);
+            let limit = if is_decode { budget.decode } else { chunk };
             let num_tokens = num_remaining.min(limit);
             if num_tokens == 0 {
                 continue;
@@ -65,8 +66,11 @@ impl DynamicBatchScheduler {
             blocks_were_short |= !found || self.counters.preemptions > preemptions;
             if found {
                 step.push(self.sequence_mut(rank.place()), num_tokens, 0, kv_cache);
-                let spent = if is_decode { &mut budget.decode } else { &mut budget.prefill };
-                *spent -= num_tokens;
+                if is_decode {
+                    budget.decode -= num_tokens;
+                } else {
+                    budget.spend(num_tokens);
+                }
             }
         }
         blocks_were_short
@@ -143,7 +147,7 @@ impl DynamicBatchScheduler {
             self.waiting.remove(&rank);
             self.insert_running(rank);
             promised += self.blocks_still_wanted(rank.place(), kv_cache);
-            budget.prefill -= num_tokens;
+            budget.spend(num_tokens);
         }
     }
 
@@ -229,7 +233,8 @@ impl DynamicBatchScheduler {
         budget: &TokenBudget,
     ) -> Option<usize> {
         let (id, start) = (place.id(), hit.num_tokens);
-        let num_tokens = (self.sequence(place).tokens.len() - start).min(budget.prefill).min(budget.chunk);
+        let chunk = budget.chunk(step.is_empty(), self.config.prefill_chunk_size);
+        let num_tokens = (self.sequence(place).tokens.len() - start).min(chunk);
         kv_cache.start_sequence(id, hit).ok()?;
         let table = kv_cache.table_of(id);
         if kv_cache.extend_at(table, start, start + num_tokens, &mut step.copies).is_err() {

@@ -19,8 +19,8 @@ const PREFILL_SHARE_MIN: usize = 64;
 pub(super) struct TokenBudget {
     pub(super) decode: usize,
     pub(super) prefill: usize,
-    /// Of these, of one sequence.
-    pub(super) chunk: usize,
+    /// Of the sequence that comes first in the step. It may be more: the others go without then.
+    pub(super) first_chunk: usize,
 }
 
 /// Whom one look at the sequences is about.
@@ -29,6 +29,18 @@ pub(super) struct Pass {
     /// Sequences of negative priority behind this one are fillers; `None`: nobody is.
     behind: Option<Rank>,
     fillers: bool,
+}
+
+impl TokenBudget {
+    /// Prompt tokens that the next sequence of the step may have.
+    pub(super) fn chunk(&self, is_first: bool, chunk_size: usize) -> usize {
+        if is_first { self.first_chunk } else { self.prefill.min(chunk_size) }
+    }
+
+    /// Takes the prompt tokens that a sequence has.
+    pub(super) fn spend(&mut self, num_tokens: usize) {
+        self.prefill = self.prefill.saturating_sub(num_tokens);
+    }
 }
 
 impl Pass {
@@ -87,9 +99,7 @@ impl DynamicBatchScheduler {
                 num_prompt_tokens += sequence.num_remaining();
             }
         }
-        let is_mixed = num_decoding > 0 || micro_batches > 1 || pass.fillers;
-        let chunk = if is_mixed { prefill_chunk_size } else { self.config.largest_chunk() };
-        let most = match mixed_batch_tokens.filter(|_| is_mixed) {
+        let most = match mixed_batch_tokens {
             _ if pass.fillers => self.filler_tokens(),
             Some(mixed) => mixed.min(max_batch_tokens),
             None => max_batch_tokens,
@@ -106,7 +116,9 @@ impl DynamicBatchScheduler {
             }
             prefill = prefill.min(num_prompt_tokens.div_ceil(micro_batches).max(PREFILL_SHARE_MIN));
         }
-        TokenBudget { decode, prefill, chunk }
+        let is_alone = num_decoding == 0 && micro_batches <= 1 && !pass.fillers;
+        let first_chunk = if is_alone { self.config.largest_chunk() } else { prefill_chunk_size };
+        TokenBudget { decode, prefill, first_chunk: first_chunk.min(if is_alone { max_batch_tokens } else { prefill }) }
     }
 
     /// What the others bear beside a decode. Behind a prompt chunk a filling step may be as long as that:

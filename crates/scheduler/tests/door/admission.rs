@@ -123,7 +123,7 @@ fn a_long_prompt_is_chunked_and_never_stalls_decodes() {
 }
 
 #[test]
-fn a_step_may_be_larger_while_nobody_decodes() {
+fn a_prompt_alone_may_have_a_larger_step() {
     let config = SchedulerConfig { prefill_chunk_size: 16, mixed_batch_tokens: Some(20), ..scheduler_config() };
     let mut house = House::new(config, cache_config(200, 4));
     let requests = [(1, 100, 60), (2, 100, 3), (3, 30, 3)];
@@ -144,11 +144,17 @@ fn a_step_may_be_larger_while_nobody_decodes() {
     requests.iter().for_each(|request| house.assert_solo(request));
     let together = [request(4, prompt(4, 30), 2), request(5, prompt(5, 30), 2), request(6, prompt(6, 30), 2)];
     together.iter().for_each(|request| house.submit(request.clone()).unwrap());
-    assert_eq!(lens(&house.schedule().unwrap()), [30, 30, 4]);
+    assert_eq!(lens(&house.schedule().unwrap()), [30], "the first in order is longer than 20, so the others wait");
     house.apply();
-    assert_eq!(lens(&house.schedule().unwrap()), [1, 1, 16], "and then they stay within 20");
+    assert_eq!(lens(&house.schedule().unwrap()), [1, 16, 3], "and then they stay within 20");
     house.apply();
     house.run(100);
+    let short = [request(7, prompt(7, 9), 2), request(8, prompt(8, 9), 2), request(9, prompt(9, 9), 2)];
+    short.iter().for_each(|request| house.submit(request.clone()).unwrap());
+    assert_eq!(lens(&house.schedule().unwrap()), [9, 9, 2], "short ones come no later than before");
+    house.apply();
+    house.run(100);
+    short.iter().for_each(|request| house.assert_solo(request));
     together.iter().for_each(|request| house.assert_solo(request));
 }
 

@@ -202,12 +202,13 @@ fn run_load(load: &Load) {
     let config = SchedulerConfig {
         prefill_chunk_size: load.chunk,
         max_batch_tokens: load.batch_tokens,
-        mixed_batch_tokens: load.chunk.is_multiple_of(2).then_some((load.batch_tokens / 2).max(8)),
+        mixed_batch_tokens: (load.continuous && load.chunk.is_multiple_of(2)).then_some((load.batch_tokens / 2).max(8)),
         continuous_batching: load.continuous,
         plan_ahead: load.plan_ahead,
         ..scheduler_config()
     };
-    let cache = KvCacheConfig { groups, prefill_chunk_size: config.largest_chunk(), ..cache_config(load.num_blocks, 4) };
+    let cache =
+        KvCacheConfig { groups, prefill_chunk_size: config.largest_chunk(), ..cache_config(load.num_blocks, 4) };
     let mut house = House::new(config, cache);
     let mut waiting: Vec<RequestSpec> = Vec::new();
     for (id, &(seed, len, max_tokens, n, priority)) in (0u64..).zip(&load.requests) {

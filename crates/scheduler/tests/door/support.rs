@@ -232,18 +232,19 @@ impl House {
                 && !sequence.sample.is_empty()
                 && (self.tokens.contains_key(&sequence.id) || sequence.drawn_idx.is_some())
         };
-        let is_mixed = plan.sequences.iter().any(is_decode);
-        let (most, chunk) = match config.mixed_batch_tokens {
-            Some(mixed) if is_mixed => (mixed, config.prefill_chunk_size),
-            Some(_) => (config.max_batch_tokens, config.largest_chunk()),
-            None => (config.max_batch_tokens, config.prefill_chunk_size),
+        let is_undisturbed = !plan.sequences.iter().any(is_decode);
+        let most = match config.mixed_batch_tokens {
+            Some(mixed) if !is_undisturbed || plan.sequences.len() > 1 => mixed,
+            _ => config.max_batch_tokens,
         };
         assert!(plan.num_tokens() + padding <= most, "{plan:?}");
         let mut chunk_seen = false;
-        for sequence in &plan.sequences {
+        for (at, sequence) in plan.sequences.iter().enumerate() {
             let is_decode = is_decode(sequence);
             assert!(!(is_decode && chunk_seen), "a decode comes after a prompt chunk");
             chunk_seen |= !is_decode;
+            let may_be_larger = is_undisturbed && at == 0;
+            let chunk = if may_be_larger { config.largest_chunk() } else { config.prefill_chunk_size };
             assert!(sequence.token_ids.len() <= chunk);
             let end = sequence.start + sequence.token_ids.len();
             for table in &sequence.block_tables {
