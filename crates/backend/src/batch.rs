@@ -100,7 +100,8 @@ impl BatchLayout {
             [first, end, ..] if first < end => Some(end - 1),
             _ => None,
         };
-        let missing = |seq: &u32| shape_error("last_rows", "a token of each sequence", format!("none of sequence {seq}"));
+        let missing =
+            |seq: &u32| shape_error("last_rows", "a token of each sequence", format!("none of sequence {seq}"));
         seqs.iter().map(|seq| last_row(seq).ok_or_else(|| missing(seq))).collect()
     }
 

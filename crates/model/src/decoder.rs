@@ -38,12 +38,8 @@ pub(crate) trait DecoderLayer: Send + Sync {
 
     /// Attention of the queries, and everything behind it: adds the layer's contributions to the stream of the same
     /// rows.
-    fn attend<'m>(
-        &'m self,
-        cx: &StepContext<'_>,
-        q: Tensor,
-        stream: &mut ResidualStream<'m>,
-    ) -> Result<(), ModelError>;
+    fn attend<'m>(&'m self, cx: &StepContext<'_>, q: Tensor, stream: &mut ResidualStream<'m>)
+    -> Result<(), ModelError>;
 
     /// Adds the layer's contributions to the stream.
     fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
