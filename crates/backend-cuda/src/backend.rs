@@ -532,9 +532,6 @@ impl Backend for CudaBackend {
         if let Some(row) = rows.iter().find(|&&row| row as usize >= x.rows()) {
             return Err(shape_error(OP, format!("rows below {}", x.rows()), row.to_string()));
         }
-        if rows.is_empty() {
-            return Ok(());
-        }
         let (x, out) = (view(OP, x)?, view(OP, out)?);
         ensure_same_elem(OP, x, out)?;
         let num_rows = to_u32(OP, "rows", rows.len())?;
