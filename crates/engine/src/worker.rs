@@ -357,15 +357,18 @@ impl Worker {
         let packed = *self.host.packed.get_or_insert_with(Instant::now);
         self.host.launched.get_or_insert(packed);
         let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch, output: self.wanted.output() };
-        let hidden = match incoming {
-            Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv)?,
-            None => match self.cx.backend.replay(input.token_ids, &batch)? {
-                Some(hidden) => {
-                    self.host.launched = Some(Instant::now());
-                    hidden
-                }
-                None => self.cx.backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
-            },
+        // A record gives all rows.
+        let replayed = match input.output {
+            OutputRows::All if incoming.is_none() => backend.replay(input.token_ids, &batch)?,
+            _ => None,
+        };
+        let hidden = match (replayed, incoming) {
+            (Some(hidden), _) => {
+                self.host.launched = Some(Instant::now());
+                hidden
+            }
+            (None, Some(incoming)) => self.model.forward_from(incoming, &input, &mut self.kv)?,
+            (None, None) => backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
         };
         self.batch.layout = batch.layout;
         Ok(hidden)
