@@ -367,9 +367,10 @@ impl AttentionOps {
         count(&self.counts.decode);
         // SAFETY: the struct is the kernel's; the op checked both shapes, and that every position in sight has a
         // block inside the pool, which is what the plan's pieces walk over; the scratch holds the most slots of a
-        // plan for so many thread blocks. Ahead of its wait the kernel reads the plan, tables, and keys of earlier
-        // steps. Those were there before the kernel that precedes it could start: a kernel starts, or lets its
-        // successor start, only when all before it are done.
+        // plan for so many thread blocks. Ahead of its wait the kernel reads the plan, tables, and keys of all tokens but
+        // the newest: of earlier steps, or of this one where they were written before the batch was uploaded. Those
+        // were there before the kernel that precedes it could start: a kernel starts, or lets its successor start, only
+        // when all before it are done.
         unsafe { self.device.launch_overlapped(function.0, launch.grid, launch.threads, launch.shared_bytes, &args) }
     }
 

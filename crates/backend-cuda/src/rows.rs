@@ -260,6 +260,9 @@ impl RowOps {
 
     /// `out[i] = x[rows[i]]`; `rows` are on the device.
     pub(crate) fn gather(&self, x: View, rows: u64, num_rows: u32, cols: usize, out: View) -> Result<(), BackendError> {
+        if num_rows == 0 {
+            return Ok(());
+        }
         let row_bytes = (cols * x.elem.dtype().block_bytes()) as u64;
         let args = GatherArgs { x: x.address, rows, out: out.address, row_bytes };
         // SAFETY: the struct is the kernel's; the op checked the row numbers and both shapes.

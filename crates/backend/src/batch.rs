@@ -1,7 +1,7 @@
 //! The ragged batch of one step as every attention op reads it: tokens packed end to end, never
 //! padded.
 
-use crate::check::ensure_batch;
+use crate::check::{ensure_batch, shape_error};
 use crate::{BackendError, DeviceBuffer, KvPoolSpec};
 
 /// Where one cache group's tokens live in the pool, for one step.
@@ -29,6 +29,20 @@ pub struct BatchLayout {
     pub positions: Vec<u32>,
     /// One for each cache group of the model.
     pub groups: Vec<GroupLayout>,
+}
+
+impl GroupLayout {
+    /// `block_table` and `block_table_start` of `seqs` alone.
+    fn tables_of(&self, seqs: &[u32]) -> (Vec<u32>, Vec<u32>) {
+        let (mut tables, mut starts, mut end) = (Vec::new(), vec![0], 0);
+        for seq in seqs.iter().map(|&seq| seq as usize) {
+            let (first, last) = (self.block_table_start[seq], self.block_table_start[seq + 1]);
+            tables.extend_from_slice(&self.block_table[first as usize..last as usize]);
+            end += last - first;
+            starts.push(end);
+        }
+        (tables, starts)
+    }
 }
 
 impl Clone for GroupLayout {
@@ -75,6 +89,43 @@ impl BatchLayout {
     #[must_use]
     pub fn num_tokens(&self) -> usize {
         self.positions.len()
+    }
+
+    /// Row of the last token of each of `seqs`.
+    ///
+    /// # Errors
+    /// [`BackendError::Shape`] where one of them has no token in the batch.
+    pub fn last_rows(&self, seqs: &[u32]) -> Result<Vec<u32>, BackendError> {
+        let last_row = |&seq: &u32| match self.query_start.get(seq as usize..)? {
+            [first, end, ..] if first < end => Some(end - 1),
+            _ => None,
+        };
+        let missing =
+            |seq: &u32| shape_error("last_rows", "a token of each sequence", format!("none of sequence {seq}"));
+        seqs.iter().map(|seq| last_row(seq).ok_or_else(|| missing(seq))).collect()
+    }
+
+    /// The batch of the last token of each of `seqs` alone, which sees there what it sees here. Copies their block
+    /// tables.
+    ///
+    /// # Errors
+    /// As [`Self::last_rows`].
+    pub fn last_tokens(&self, seqs: &[u32]) -> Result<Self, BackendError> {
+        let rows = self.last_rows(seqs)?;
+        let of_rows = |all: &[u32]| rows.iter().map(|&row| all[row as usize]).collect();
+        Ok(Self {
+            query_start: (0..).take(seqs.len() + 1).collect(),
+            seq_lens: seqs.iter().map(|&seq| self.seq_lens[seq as usize]).collect(),
+            positions: of_rows(&self.positions),
+            groups: self
+                .groups
+                .iter()
+                .map(|group| {
+                    let (block_table, block_table_start) = group.tables_of(seqs);
+                    GroupLayout { slot_mapping: of_rows(&group.slot_mapping), block_table, block_table_start }
+                })
+                .collect(),
+        })
     }
 }
 
@@ -129,4 +180,64 @@ pub struct DeviceBatch {
     pub layout: BatchLayout,
     /// The device's copy, if the device has memory of its own.
     pub device: Option<Box<dyn DeviceBuffer>>,
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used)]
+mod tests {
+    use super::*;
+
+    /// Three sequences of 3, 1 and 2 tokens, the second one's table partly behind a window.
+    fn batch() -> BatchLayout {
+        BatchLayout {
+            query_start: vec![0, 3, 4, 6],
+            seq_lens: vec![5, 9, 2],
+            positions: vec![2, 3, 4, 8, 0, 1],
+            groups: vec![GroupLayout {
+                slot_mapping: vec![2, 3, 12, 20, 28, 29],
+                block_table: vec![0, 3, u32::MAX, 9, 5, 7],
+                block_table_start: vec![0, 2, 5, 6],
+            }],
+        }
+    }
+
+    #[test]
+    fn last_tokens_keep_their_places_and_tables() {
+        let last = batch().last_tokens(&[1, 0]).unwrap();
+        assert_eq!(batch().last_rows(&[1, 0]).unwrap(), [3, 2]);
+        assert_eq!(
+            last,
+            BatchLayout {
+                query_start: vec![0, 1, 2],
+                seq_lens: vec![9, 5],
+                positions: vec![8, 4],
+                groups: vec![GroupLayout {
+                    slot_mapping: vec![20, 12],
+                    block_table: vec![u32::MAX, 9, 5, 0, 3],
+                    block_table_start: vec![0, 3, 5],
+                }],
+            }
+        );
+        let pool = KvPoolSpec {
+            num_blocks: 10,
+            block_size: 4,
+            layers_per_group: 1,
+            num_kv_heads: 1,
+            head_dim: 8,
+            dtype: crate::DType::F32,
+        };
+        ensure_batch(&batch(), &pool).unwrap();
+        ensure_batch(&last, &pool).unwrap();
+        assert_eq!(batch().last_tokens(&[]).unwrap().num_seqs(), 0);
+    }
+
+    #[test]
+    fn a_sequence_without_a_token_has_no_last_one() {
+        let mut batch = batch();
+        batch.query_start[2] = 3;
+        for seq in [1, 3, u32::MAX] {
+            let error = batch.last_tokens(&[0, seq]).unwrap_err().to_string();
+            assert!(error.contains(&format!("none of sequence {seq}")), "{error}");
+        }
+    }
 }

@@ -35,6 +35,7 @@ pub mod sampling;
 pub mod sink;
 mod stage_costs;
 mod step_times;
+mod wanted_rows;
 mod warm_up;
 mod worker;
 

@@ -14,10 +14,11 @@ use crate::sampler::{
     Drawn, RequestState, RequestTable, RowScratch, choice_task, drawn, prompt_logprobs, prompt_row, prompt_task,
     sample_row,
 };
+use crate::wanted_rows::WantedRows;
 use crate::{EngineError, StepInput};
 use pagemill_backend::sampling::RowTask;
 use pagemill_backend::{Backend, BackendError, BlockCopy, Collective, KvPool, KvPoolSpec, Tensor};
-use pagemill_model::{CausalLm, ModelInput, RankContext, Stage};
+use pagemill_model::{CausalLm, ModelInput, OutputRows, RankContext, Stage};
 use pagemill_scheduler::{SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan, TokenLogprobs};
 use queued::QueuedSteps;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -26,9 +27,9 @@ use std::time::{Duration, Instant};
 
 /// Blocks behind the scheduler's pool that only padding writes to (static batches). Padding tokens are
 /// computed as sequences of their own, one in each block: they cost what tokens cost in every linear
-/// layer, but attend to at most a block of one another, and their logits are left out. So a static
-/// batch is a little cheaper here than where it pads rows of a matrix: the baseline is flattered,
-/// never wronged.
+/// layer (but, beside prompts, behind the last one's K and V), but attend to at most a block of one another, and their
+/// logits are left out. So a static batch is a little cheaper here than where it pads rows of a matrix: the baseline is
+/// flattered, never wronged.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct PaddingBlocks {
     /// The first one's id.
@@ -53,6 +54,8 @@ pub(crate) struct Worker {
     drawn: Vec<(SequenceId, u32)>,
     queued: QueuedSteps,
     copies: Vec<BlockCopy>,
+    /// What the last layer gives of the batch at hand.
+    wanted: WantedRows,
     rows: Vec<u32>,
     row_jobs: Vec<RowJob>,
     /// One for each thread that has sampled at the same time as others.
@@ -68,7 +71,7 @@ pub(crate) struct Worker {
 /// A row of the hidden states whose logits are wanted.
 #[derive(Clone, Copy, Debug)]
 struct RowJob {
-    /// Row of the batch.
+    /// Row of the hidden states.
     row: u32,
     sequence_idx: usize,
     /// Position and id of the prompt token that the row predicts, when its log-probability is wanted.
@@ -135,6 +138,7 @@ impl Worker {
             drawn: Vec::new(),
             queued: QueuedSteps::default(),
             copies: Vec::new(),
+            wanted: WantedRows::default(),
             rows: Vec::new(),
             row_jobs: Vec::new(),
             scratches: Mutex::default(),
@@ -262,6 +266,7 @@ impl Worker {
             None => self.batch.pack(plan, self.packing())?,
         }
         self.batch.fill_in(&self.draws)?;
+        self.wanted.choose(plan, self.batch.num_tokens());
         let mut num_padding = self.batch.num_padding;
         num_padding -= self.push_padding(num_padding)?;
         self.pass(|worker, hidden| {
@@ -270,6 +275,7 @@ impl Worker {
             worker.read_logits(plan, hidden, &mut output)
         })?;
         self.draws.end_step(&output);
+        self.wanted = WantedRows::default();
         while num_padding > 0 {
             self.batch.clear(self.packing().num_groups);
             num_padding -= self.push_padding(num_padding)?;
@@ -341,7 +347,7 @@ impl Worker {
         Ok(count)
     }
 
-    /// Runs the stage's layers over the packed batch: hidden states `[T, D]`.
+    /// Runs the stage's layers over the packed batch: hidden states `[T, D]`, on the last stage of the wanted rows.
     fn forward(&mut self, incoming: Option<Tensor>) -> Result<Tensor, EngineError> {
         let (backend, pool) = (self.cx.backend.as_ref(), self.kv.spec());
         let batch = match self.batch.checked.take() {
@@ -350,16 +356,19 @@ impl Worker {
         };
         let packed = *self.host.packed.get_or_insert_with(Instant::now);
         self.host.launched.get_or_insert(packed);
-        let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch };
-        let hidden = match incoming {
-            Some(incoming) => self.model.forward_from(incoming, &input, &mut self.kv)?,
-            None => match self.cx.backend.replay(input.token_ids, &batch)? {
-                Some(hidden) => {
-                    self.host.launched = Some(Instant::now());
-                    hidden
-                }
-                None => self.cx.backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
-            },
+        let input = ModelInput { token_ids: &self.batch.token_ids, batch: &batch, output: self.wanted.output() };
+        // A record gives all rows.
+        let replayed = match input.output {
+            OutputRows::All if incoming.is_none() => backend.replay(input.token_ids, &batch)?,
+            _ => None,
+        };
+        let hidden = match (replayed, incoming) {
+            (Some(hidden), _) => {
+                self.host.launched = Some(Instant::now());
+                hidden
+            }
+            (None, Some(incoming)) => self.model.forward_from(incoming, &input, &mut self.kv)?,
+            (None, None) => backend.end_recording(self.model.forward(&input, &mut self.kv)?)?,
         };
         self.batch.layout = batch.layout;
         Ok(hidden)
@@ -414,6 +423,11 @@ impl Worker {
     /// Lists the rows whose logits are wanted, in the plan's order.
     fn list_rows(&self, plan: &StepPlan, jobs: &mut Vec<RowJob>) -> Result<(), EngineError> {
         jobs.clear();
+        if let OutputRows::LastOf(seqs) = self.wanted.output() {
+            let job = |(row, &seq)| RowJob { row, sequence_idx: seq as usize, prompt_token: None, samples: true };
+            jobs.extend((0..).zip(seqs).map(job));
+            return Ok(());
+        }
         for (sequence_idx, sequence) in plan.sequences.iter().enumerate() {
             let first = self.batch.layout.query_start[sequence_idx];
             let last = self.batch.layout.query_start[sequence_idx + 1] - 1;

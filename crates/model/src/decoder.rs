@@ -8,7 +8,9 @@ use crate::layers::{LayerReader, ResidualStream, RmsNorm, StepContext, Vocabular
 use crate::made_up;
 use crate::names::{NameTable, Spelling};
 use crate::weights::{Module, WeightReader};
-use crate::{CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, ParallelMode, RankContext, Stage};
+use crate::{
+    CausalLm, KvKind, LoadProgress, ModelError, ModelInput, ModelSpec, OutputRows, ParallelMode, RankContext, Stage,
+};
 use pagemill_backend::{BackendError, DType, KvPool, Tensor};
 use pagemill_formats::Weights;
 
@@ -31,8 +33,41 @@ pub(crate) trait Architecture: Sized {
 
 /// A loaded layer.
 pub(crate) trait DecoderLayer: Send + Sync {
+    /// Writes K and V of all tokens to the cache; gives their queries `[T, H * E]`, as attention takes them.
+    fn write_kv(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'_>) -> Result<Tensor, ModelError>;
+
+    /// Attention of the queries, and everything behind it: adds the layer's contributions to the stream of the same
+    /// rows.
+    fn attend<'m>(&'m self, cx: &StepContext<'_>, q: Tensor, stream: &mut ResidualStream<'m>)
+    -> Result<(), ModelError>;
+
     /// Adds the layer's contributions to the stream.
-    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError>;
+    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
+        let q = self.write_kv(cx, stream)?;
+        self.attend(cx, q, stream)
+    }
+
+    /// The same for the last tokens of `seqs` alone, but for K and V: leaves the stream with their rows.
+    fn forward_last_of<'m>(
+        &'m self,
+        cx: &mut StepContext<'_>,
+        seqs: &[u32],
+        stream: &mut ResidualStream<'m>,
+    ) -> Result<(), ModelError> {
+        let all = self.write_kv(cx, stream)?;
+        if seqs.is_empty() {
+            return stream.keep_rows(cx, &[]);
+        }
+        let (rank, layout) = (cx.rank, &cx.batch.layout);
+        let rows = layout.last_rows(seqs)?;
+        // Queued behind all that reads the step's own batch, whose place on the device it may take.
+        let batch = rank.backend.upload_batch(layout.last_tokens(seqs)?, cx.kv.spec())?;
+        let mut q = rank.backend.activation(rows.len(), all.cols())?; // [R, H * E]
+        rank.backend.gather_rows(&all, &rows, &mut q)?;
+        drop(all);
+        stream.keep_rows(cx, &rows)?;
+        self.attend(&StepContext { rank, batch: &batch, kv: &mut *cx.kv }, q, stream)
+    }
 }
 
 /// Shapes and constants of a decoder, as its configuration states them.
@@ -205,8 +240,11 @@ impl<L: DecoderLayer> Decoder<L> {
     fn run_layers(&self, hidden: Tensor, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError> {
         let mut stream = ResidualStream::new(hidden);
         let mut cx = StepContext { rank: &self.cx, batch: input.batch, kv };
-        for layer in &self.layers {
-            layer.forward(&mut cx, &mut stream)?;
+        let Some((last, before)) = self.layers.split_last() else { return stream.finish(&cx) };
+        before.iter().try_for_each(|layer| layer.forward(&mut cx, &mut stream))?;
+        match input.output {
+            OutputRows::LastOf(seqs) if self.stage.is_last() => last.forward_last_of(&mut cx, seqs, &mut stream)?,
+            _ => last.forward(&mut cx, &mut stream)?,
         }
         stream.finish(&cx)
     }

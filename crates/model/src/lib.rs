@@ -45,6 +45,18 @@ pub struct ModelInput<'a> {
     pub token_ids: &'a [u32],
     /// Positions, slots and block tables.
     pub batch: &'a DeviceBatch,
+    /// Whose hidden states the model's last layer gives.
+    pub output: OutputRows<'a>,
+}
+
+/// Tokens of a step whose hidden states are read once all layers have run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum OutputRows<'a> {
+    /// All: `R = T`.
+    All,
+    /// The last token of each of these sequences of the batch, in this order: `R` of them, maybe none. The model's
+    /// last layer writes K and V of all tokens and computes the rest for these alone.
+    LastOf(&'a [u32]),
 }
 
 /// A loaded decoder (this rank's share of it).
@@ -56,8 +68,8 @@ pub trait CausalLm: Send + Sync {
     fn stage(&self) -> &Stage;
 
     /// On the first stage: embeds the tokens and runs the stage's layers. Writes K and V of the step's
-    /// tokens to `kv` and returns the hidden states `[T, D]` after the stage's last layer (before the
-    /// final norm).
+    /// tokens to `kv` and returns the hidden states after the stage's last layer (before the final norm):
+    /// `[T, D]`, on the last stage `[R, D]` of the input's `output`.
     fn forward(&self, input: &ModelInput<'_>, kv: &mut KvPool) -> Result<Tensor, ModelError>;
 
     /// On a later stage: the same from the hidden states `[T, D]` of the stage before.

@@ -112,7 +112,7 @@ pub fn pool(backend: &dyn Backend, shape: Shape, num_blocks: usize, dtype: DType
 }
 
 /// The layout of a step and its q, k and v.
-fn packed(
+pub fn packed(
     shape: Shape,
     seqs: &[Sequence],
     chunks: &[(usize, usize, usize)],

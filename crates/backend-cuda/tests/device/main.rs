@@ -7,6 +7,7 @@ mod ahead;
 mod attention;
 mod extras;
 mod invariance;
+mod last_rows;
 mod linear;
 mod linear_big;
 mod linear_mid;

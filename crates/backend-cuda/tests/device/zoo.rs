@@ -236,7 +236,8 @@ fn check_company(activations: Activations, kv_dtype: DType, most: f64) {
 }
 
 /// A deterministic device: the same tokens and the same bits of their log-probabilities alone, again after prefix
-/// hits, together, in chunks of seven, and together in such chunks.
+/// hits, together, in chunks of seven, together in such chunks, and in chunks of one, whose steps compute the last
+/// layer for every row.
 #[test]
 fn company_changes_no_bit_of_a_deterministic_device() {
     if !has_gpu() {
@@ -264,12 +265,16 @@ fn company_changes_no_bit_of_a_deterministic_device() {
             let together_chunked = bits(&all_together(&handle, &prompts));
             let chunked = bits(&each_alone(&handle, &prompts));
             stop(&handle);
+            let handle = start_on(name, device, kv_dtype, 1);
+            let one_by_one = bits(&all_together(&handle, &prompts));
+            stop(&handle);
             assert!(alone.iter().all(|tokens| !tokens.is_empty()));
             for (what, others) in [
                 ("after prefix hits", again),
                 ("together", together),
                 ("in chunks of 7", chunked),
                 ("together in chunks of 7", together_chunked),
+                ("together in chunks of 1", one_by_one),
             ] {
                 let parted: Vec<usize> = (0..prompts.len()).filter(|&idx| alone[idx] != others[idx]).collect();
                 assert!(parted.is_empty(), "{name} {activations:?} over {kv_dtype}, {what}: {parted:?} differ");

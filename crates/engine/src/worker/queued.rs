@@ -8,7 +8,6 @@ use crate::sampler::{choice_task, drawn};
 use crate::{EngineError, StepInput};
 use pagemill_backend::sampling::RowTask;
 use pagemill_backend::{AwaitedToken, MAX_QUEUED_STEPS, StepsAhead};
-use pagemill_model::ModelInput;
 use pagemill_scheduler::{RequestId, SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan};
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -83,8 +82,7 @@ impl Worker {
             self.batch.fill_in(&self.draws)?;
         }
         self.copy_blocks(&input.plan)?;
-        let model_input = ModelInput { token_ids: &self.batch.token_ids, batch: &on_device };
-        let hidden = ahead.replay_awaiting(model_input.token_ids, &self.queued.awaited, model_input.batch)?;
+        let hidden = ahead.replay_awaiting(&self.batch.token_ids, &self.queued.awaited, &on_device)?;
         self.host.launched = Some(Instant::now());
         self.batch.layout = on_device.layout;
         self.begin_requests(input, waits)?;

@@ -17,7 +17,7 @@ use crate::names::{self, NameTable};
 use crate::rope::{RopeScaling, RopeSettings};
 use crate::weights::Bias;
 use crate::{KvKind, ModelError};
-use pagemill_backend::{Activation, LinearInput, RopeStyle};
+use pagemill_backend::{Activation, LinearInput, RopeStyle, Tensor};
 use serde::Deserialize;
 
 /// What released files leave out has the default of transformers.
@@ -142,11 +142,20 @@ pub(super) struct Layer {
 }
 
 impl DecoderLayer for Layer {
-    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
+    fn write_kv(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'_>) -> Result<Tensor, ModelError> {
         let x = stream.normed(cx, &self.input_norm)?; // [T, D]
         let qkv = self.qkv.forward(cx, x)?; // [T, H * E], [T, K * E], [T, K * E]
         let heads = self.rope.of_normed_heads(&self.q_norm, &self.k_norm);
-        let x = self.attention.forward(cx, qkv, &heads)?; // [T, H * E]; writes k and v to the cache
+        self.attention.write_kv(cx, qkv, &heads) // [T, H * E]; k and v are in the cache
+    }
+
+    fn attend<'m>(
+        &'m self,
+        cx: &StepContext<'_>,
+        q: Tensor,
+        stream: &mut ResidualStream<'m>,
+    ) -> Result<(), ModelError> {
+        let x = self.attention.forward(cx, q)?; // [T, H * E]
         let x = self.output.forward(cx, LinearInput::Plain(&x))?; // this rank's part of [T, D]
         stream.add_normed(cx, x, &self.attention_post_norm)?;
         let x = stream.normed(cx, &self.mlp_norm)?;

@@ -16,7 +16,7 @@ use crate::layers::{
 use crate::names::{self, NameTable};
 use crate::rope::RopeSettings;
 use crate::weights::Bias;
-use pagemill_backend::{Activation, LinearInput, RopeStyle};
+use pagemill_backend::{Activation, LinearInput, RopeStyle, Tensor};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -122,11 +122,20 @@ impl Layer {
 }
 
 impl DecoderLayer for Layer {
-    fn forward<'m>(&'m self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'m>) -> Result<(), ModelError> {
+    fn write_kv(&self, cx: &mut StepContext<'_>, stream: &mut ResidualStream<'_>) -> Result<Tensor, ModelError> {
         let x = stream.normed(cx, &self.input_norm)?; // [T, D]
         let qkv = self.qkv.forward(cx, x)?; // [T, H * E], [T, K * E], [T, K * E]
         let heads = self.rope.of_heads();
-        let x = self.attention.forward(cx, qkv, &heads)?; // [T, H * E]; writes k and v to the cache
+        self.attention.write_kv(cx, qkv, &heads) // [T, H * E]; k and v are in the cache
+    }
+
+    fn attend<'m>(
+        &'m self,
+        cx: &StepContext<'_>,
+        q: Tensor,
+        stream: &mut ResidualStream<'m>,
+    ) -> Result<(), ModelError> {
+        let x = self.attention.forward(cx, q)?; // [T, H * E]
         let x = self.output.forward(cx, LinearInput::Plain(&x))?; // this rank's part of [T, D]
         stream.add(cx, x)?;
         let x = stream.normed(cx, &self.mlp_norm)?;

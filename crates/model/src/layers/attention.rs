@@ -66,16 +66,19 @@ impl PagedAttention {
         })
     }
 
-    /// Norms and turns q and k as `transform` says, writes k and v to the cache, then reads it with q; gives
-    /// `[T, H * E]`.
-    pub(crate) fn forward(
+    /// Norms and turns q and k as `transform` says, and writes k and v to the cache; gives q `[T, H * E]`.
+    pub(crate) fn write_kv(
         &self,
         cx: &mut StepContext<'_>,
         qkv: Qkv,
         transform: &HeadTransform<'_>,
     ) -> Result<Tensor, ModelError> {
-        let backend = cx.rank.backend.as_ref();
-        let q = backend.rope_kv_write(qkv, transform, &self.params, cx.batch, cx.kv)?;
+        Ok(cx.rank.backend.rope_kv_write(qkv, transform, &self.params, cx.batch, cx.kv)?)
+    }
+
+    /// Reads the cache with q `[T, H * E]`; gives as much.
+    pub(crate) fn forward(&self, cx: &StepContext<'_>, q: Tensor) -> Result<Tensor, ModelError> {
+        let backend = cx.backend();
         let mut out = backend.activation(q.rows(), q.cols())?;
         backend.attention(&q, &self.params, cx.batch, cx.kv, &mut out)?;
         Ok(out)

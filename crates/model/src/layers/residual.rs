@@ -104,6 +104,18 @@ impl<'m> ResidualStream<'m> {
         Ok(LinearInput::AddNormed { residual, addend: added.addend(), norm: norm.params() })
     }
 
+    /// Goes on with the rows `rows` alone, in this order, when a product has read the last norm.
+    pub(crate) fn keep_rows(&mut self, cx: &StepContext<'_>, rows: &[u32]) -> Result<(), ModelError> {
+        self.read = None;
+        if let Some(contribution) = self.pending.take() {
+            contribution.add_to(cx, &mut self.residual)?;
+        }
+        let mut kept = cx.backend().temp(rows.len(), self.residual.cols())?;
+        cx.backend().gather_rows(&self.residual, rows, &mut kept)?;
+        self.residual = kept;
+        Ok(())
+    }
+
     /// The stream with everything added, `[T, D]`.
     pub(crate) fn finish(mut self, cx: &StepContext<'_>) -> Result<Tensor, ModelError> {
         if let Some(contribution) = self.pending.take() {

@@ -9,7 +9,7 @@ use pagemill_backend::{
     ActivationMode, BatchLayout, CpuBackend, CpuConfig, DType, GroupLayout, KvPool, KvPoolSpec, SoloCollective, Tensor,
 };
 use pagemill_formats::Checkpoint;
-use pagemill_model::{CausalLm, ModelError, ModelInput, ModelSpec, RankContext};
+use pagemill_model::{CausalLm, ModelError, ModelInput, ModelSpec, OutputRows, RankContext};
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -95,6 +95,11 @@ impl Rig {
 
     /// Runs one step of several sequences; hidden states `[T, D]`.
     pub fn step(&mut self, work: &mut [(&mut Sequence, &[u32])]) -> Tensor {
+        self.step_for(work, OutputRows::All)
+    }
+
+    /// Runs one step of several sequences; hidden states `[R, D]`.
+    pub fn step_for(&mut self, work: &mut [(&mut Sequence, &[u32])], output: OutputRows<'_>) -> Tensor {
         let num_groups = self.spec().kv_groups.len();
         let empty = GroupLayout { block_table_start: vec![0], ..GroupLayout::default() };
         let mut layout =
@@ -120,7 +125,8 @@ impl Rig {
         let backend = &self.cx.backend;
         let batch = backend.upload_batch(layout, self.kv.spec()).unwrap();
         backend.begin_forward();
-        let hidden = self.model.forward(&ModelInput { token_ids: &token_ids, batch: &batch }, &mut self.kv).unwrap();
+        let input = ModelInput { token_ids: &token_ids, batch: &batch, output };
+        let hidden = self.model.forward(&input, &mut self.kv).unwrap();
         backend.end_forward();
         hidden
     }
