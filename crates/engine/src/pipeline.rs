@@ -469,7 +469,7 @@ impl RankThread {
 
 /// What a rank does next.
 enum Next {
-    Step(RankStep),
+    Step(Box<RankStep>),
     /// The draws of the step that its device was given first are there.
     Sampled,
     End,
@@ -482,8 +482,8 @@ impl RankLoop {
         }
         let found = if self.may_spin { watch_for(&self.inputs, WATCH_FOR_INPUT) } else { None };
         match found {
-            Some(found) => found.map_or(Next::End, Next::Step),
-            None => self.inputs.recv().map_or(Next::End, Next::Step),
+            Some(found) => found.map_or(Next::End, |step| Next::Step(step.into())),
+            None => self.inputs.recv().map_or(Next::End, |step| Next::Step(step.into())),
         }
     }
 
@@ -491,7 +491,7 @@ impl RankLoop {
     fn watch_device(&self) -> Next {
         loop {
             match self.inputs.try_recv() {
-                Ok(step) => return Next::Step(step),
+                Ok(step) => return Next::Step(step.into()),
                 Err(TryRecvError::Disconnected) => return Next::End,
                 Err(TryRecvError::Empty) => {}
             }
@@ -506,7 +506,7 @@ impl RankLoop {
     fn run(mut self) {
         loop {
             let went_on = match self.next() {
-                Next::Step(step) => self.step(step),
+                Next::Step(step) => self.step(*step),
                 Next::Sampled => self.hand_over(Worker::take_queued),
                 Next::End => return,
             };

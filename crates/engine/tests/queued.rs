@@ -116,7 +116,8 @@ fn tokens_are_those_of_steps_that_wait_for_each_other() {
         let (want, host, _) = run(engine(false, true), stops, aborted);
         assert_eq!(host.steps_queued, 0, "the device takes none");
         let (mut num_queued, mut num_preempted, mut num_stopped) = (0, 0, 0);
-        for _ in 0..5 {
+        // On a busy machine a step is over before the next one is planned.
+        for _ in 0..20 {
             let (got, host, preempted) = run(engine(true, true), stops, aborted);
             for (at, (got, want)) in got.iter().zip(&want).enumerate() {
                 assert_eq!(format!("{got:?}"), format!("{want:?}"), "request {at}");
@@ -125,6 +126,9 @@ fn tokens_are_those_of_steps_that_wait_for_each_other() {
             }
             num_queued += host.steps_queued;
             num_preempted += preempted;
+            if num_queued > 100 && num_preempted > 0 {
+                break;
+            }
         }
         assert!(num_queued > 100, "{num_queued} steps were queued behind the one before");
         assert!(num_preempted > 0, "the pool was to be too small");

@@ -190,7 +190,7 @@ proptest! {
                 request.choice_mut(choice).push(token);
             }
             let here = draw_one(&row, &request, choice);
-            let task = choice_task(0, &request, choice);
+            let task = choice_task(0, &request, choice, 0);
             let there = drawn(reference(&row, &task));
             if there.token != here.token {
                 let token = here.token.clone().unwrap();
@@ -376,7 +376,7 @@ fn rows_without_a_distribution_fail_alone() {
         let drawn = draw_one(&bad, &request, 0);
         assert_eq!(drawn.token, Err("the model produced NaN logits".to_owned()));
         assert_eq!(drawn.logprobs, None);
-        assert_eq!(super::drawn(reference(&bad, &choice_task(0, &request, 0))), drawn);
+        assert_eq!(super::drawn(reference(&bad, &choice_task(0, &request, 0, 0))), drawn);
         let unknown = prompt_row(&bad, 3, 2, &mut RowScratch::default());
         assert_eq!(prompt_logprobs(reference(&bad, &prompt_task(0, &request, 3))), unknown);
         assert!(prompt_row(&bad, 3, 2, &mut RowScratch::default()).logprob.is_finite());

@@ -176,6 +176,7 @@ pub fn engine(sizes: &Sizes, script: Script) -> InferenceEngine<FakeExecutor> {
         max_batch_size: sizes.max_batch_size,
         max_batch_tokens: sizes.prefill_chunk_size + sizes.max_batch_size,
         prefill_chunk_size: sizes.prefill_chunk_size,
+        mixed_batch_tokens: None,
         max_seq_len: 512,
         max_waiting: sizes.max_waiting,
         ageing_us: 1_000_000,
