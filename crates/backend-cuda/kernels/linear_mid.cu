@@ -67,6 +67,7 @@ static_assert(sizeof(LinearMidPart) == 40 && sizeof(LinearMidParams) == 768, "sr
 constexpr int PANEL_BYTES = 128; // of a row
 constexpr int CUT_PANELS = 4;    // C is cut at multiples of so many
 constexpr int MAX_SLOTS = 16;    // of a ring
+constexpr uint32_t PACE = 2;     // stages of weights on their way while the ring fills
 
 /// How a kernel is compiled. Warpgroups have TILES tiles each (gated: of the gate and up), or with 0 one together (gated:
 /// one of both), and tokens apart.
@@ -135,18 +136,27 @@ __device__ __forceinline__ void copy_box_at(uint32_t to, const CUtensorMap* map,
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
 /// Brings a share's weights, pass by pass. One thread.
+///
+/// The ring fills while the kernel before this one still runs, a norm mostly: memory is kept busy by a few stages of each
+/// multiprocessor, and with all of them asked for at once that kernel's few reads queued behind 22 MB.
 template <class F> __device__ __forceinline__ void feed_weights(const LinearMidParams& p, const MidWork& work, MidBarriers& bars, uint32_t ring) {
     const uint32_t panel_bytes = F::BOXES * p.tile_rows * PANEL_BYTES, box_bytes = F::BOXES * p.parts[work.part].box_rows * PANEL_BYTES;
     const uint64_t once = read_once_policy();
     const CUtensorMap* map = &p.w_map[work.part];
     RingPlace at;
+    uint32_t num_filled = 0;
     for (uint32_t pass = 0; pass < p.num_passes; ++pass) {
         const uint32_t row = work.first_row(p, pass);
 #pragma unroll 1
         for (uint32_t panel = work.panel; panel < work.panel_end; panel += F::PANELS, at.advance(p.w_slots)) {
             const uint32_t full = shared_address(&bars.w_full[at.slot]);
             uint32_t to = ring + at.slot * F::PANELS * panel_bytes;
-            barrier_wait(&bars.w_empty[at.slot], at.parity ^ 1);
+            if (num_filled < p.w_slots) {
+                if (num_filled >= PACE) barrier_wait(&bars.w_full[num_filled - PACE], 0);
+                ++num_filled;
+            } else {
+                barrier_wait(&bars.w_empty[at.slot], at.parity ^ 1);
+            }
             barrier_expect(&bars.w_full[at.slot], F::PANELS * box_bytes);
 #pragma unroll
             for (uint32_t i = panel; i < panel + F::PANELS; ++i, to += panel_bytes) {
