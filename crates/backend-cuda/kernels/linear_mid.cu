@@ -67,6 +67,7 @@ static_assert(sizeof(LinearMidPart) == 40 && sizeof(LinearMidParams) == 768, "sr
 constexpr int PANEL_BYTES = 128; // of a row
 constexpr int CUT_PANELS = 4;    // C is cut at multiples of so many
 constexpr int MAX_SLOTS = 16;    // of a ring
+constexpr uint32_t PACE = 2;     // stages of weights on their way while the ring fills
 
 /// How a kernel is compiled. Warpgroups have TILES tiles each (gated: of the gate and up), or with 0 one together (gated:
 /// one of both), and tokens apart.
@@ -112,8 +113,11 @@ struct MidWork {
     }
 };
 
-/// Makes this thread's new barriers known to the copy engine.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+/// Makes a ring's barriers, and the copy engine know them. One thread, which may use them at once.
+__device__ __forceinline__ void init_ring(uint64_t* full, uint64_t* empty, uint32_t slots, uint32_t readers) {
+    for (uint32_t i = 0; i < slots; ++i) barrier_init(&full[i], 1), barrier_init(&empty[i], readers);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 /// As `copy_box`, of what is read once.
 __device__ __forceinline__ void copy_box_once(uint32_t to, const CUtensorMap* map, int column, int row, uint32_t bar, uint64_t once) {
@@ -132,18 +136,27 @@ __device__ __forceinline__ void copy_box_at(uint32_t to, const CUtensorMap* map,
                  ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(bar) : "memory");
 }
 /// Brings a share's weights, pass by pass. One thread.
+///
+/// The ring fills while the kernel before this one still runs, a norm mostly: memory is kept busy by a few stages of each
+/// multiprocessor, and with all of them asked for at once that kernel's few reads queued behind 22 MB.
 template <class F> __device__ __forceinline__ void feed_weights(const LinearMidParams& p, const MidWork& work, MidBarriers& bars, uint32_t ring) {
     const uint32_t panel_bytes = F::BOXES * p.tile_rows * PANEL_BYTES, box_bytes = F::BOXES * p.parts[work.part].box_rows * PANEL_BYTES;
     const uint64_t once = read_once_policy();
     const CUtensorMap* map = &p.w_map[work.part];
     RingPlace at;
+    uint32_t num_filled = 0;
     for (uint32_t pass = 0; pass < p.num_passes; ++pass) {
         const uint32_t row = work.first_row(p, pass);
 #pragma unroll 1
         for (uint32_t panel = work.panel; panel < work.panel_end; panel += F::PANELS, at.advance(p.w_slots)) {
             const uint32_t full = shared_address(&bars.w_full[at.slot]);
             uint32_t to = ring + at.slot * F::PANELS * panel_bytes;
-            barrier_wait(&bars.w_empty[at.slot], at.parity ^ 1);
+            if (num_filled < p.w_slots) {
+                if (num_filled >= PACE) barrier_wait(&bars.w_full[num_filled - PACE], 0);
+                ++num_filled;
+            } else {
+                barrier_wait(&bars.w_empty[at.slot], at.parity ^ 1);
+            }
             barrier_expect(&bars.w_full[at.slot], F::PANELS * box_bytes);
 #pragma unroll
             for (uint32_t i = panel; i < panel + F::PANELS; ++i, to += panel_bytes) {
@@ -291,28 +304,36 @@ template <class F> __device__ __forceinline__ void multiply(const LinearMidParam
     }
 }
 
+/// The named barrier of those who bring and those who multiply: both rings' barriers are there.
+constexpr int RINGS = 1;
+
+/// Who brings weights has them on their way before anybody is waited for: behind a barrier of all threads the first was
+/// asked for 2.6 us after the thread block's begin, now after 0.5.
 template <class F> __device__ __forceinline__ void linear_mid(const LinearMidParams& p) {
     extern __shared__ unsigned char shared_bytes[];
     __shared__ MidBarriers bars;
+    constexpr uint32_t MULTIPLIERS = F::WARPGROUPS * 128;
     const uint32_t w_ring = (shared_address(shared_bytes) + 1023) & ~1023u;
     const uint32_t x_ring = w_ring + p.w_slots * F::PANELS * F::BOXES * p.tile_rows * PANEL_BYTES;
-    constexpr uint32_t MULTIPLIERS = F::WARPGROUPS * 128;
     const MidWork work = MidWork::of<F>(p);
-    if (threadIdx.x < MAX_SLOTS) {
-        barrier_init(&bars.w_full[threadIdx.x], 1), barrier_init(&bars.w_empty[threadIdx.x], MULTIPLIERS / 32);
-        barrier_init(&bars.x_full[threadIdx.x], 1), barrier_init(&bars.x_empty[threadIdx.x], MULTIPLIERS / 32);
-        fence_barrier_init();
-    }
-    __syncthreads();
     if (threadIdx.x < MULTIPLIERS) {
+        named_sync(RINGS, MULTIPLIERS + FEEDERS);
         wait_for_previous_kernel();
         release_next_kernel();
         multiply<F>(p, work, bars, w_ring, x_ring);
-    } else if (threadIdx.x == MULTIPLIERS) {
-        feed_weights<F>(p, work, bars, w_ring);
-    } else if (threadIdx.x == MULTIPLIERS + 32) {
-        wait_for_previous_kernel();
-        feed_x<F>(p, work, bars, x_ring);
+    } else if (threadIdx.x < MULTIPLIERS + 32) {
+        if (threadIdx.x % 32 == 0) init_ring(bars.w_full, bars.w_empty, p.w_slots, MULTIPLIERS / 32);
+        __syncwarp();
+        named_arrive(RINGS, MULTIPLIERS + FEEDERS);
+        if (threadIdx.x % 32 == 0) feed_weights<F>(p, work, bars, w_ring);
+    } else {
+        if (threadIdx.x % 32 == 0) init_ring(bars.x_full, bars.x_empty, p.x_slots, MULTIPLIERS / 32);
+        __syncwarp();
+        named_arrive(RINGS, MULTIPLIERS + FEEDERS);
+        if (threadIdx.x % 32 == 0) {
+            wait_for_previous_kernel();
+            feed_x<F>(p, work, bars, x_ring);
+        }
     }
 }
 
@@ -325,8 +346,10 @@ template <class F> __device__ __forceinline__ void linear_mid(const LinearMidPar
 
 } // namespace pagemill
 
+// Up to 64 columns no more than 128 registers, as if there were more threads: a norm's thread block (planes.cu) finds room
+// beside one of these, and these come in while it waits.
 #define LINEAR_MID_KERNEL(name, T, COLUMNS, WARPGROUPS, TILES, PANELS, GATED)                                            \
-    extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + pagemill::FEEDERS, 1)                                \
+    extern "C" __global__ void __launch_bounds__(COLUMNS <= 64 ? 512 : WARPGROUPS * 128 + pagemill::FEEDERS, 1)          \
         linear_mid_##name(const __grid_constant__ pagemill::LinearMidParams p) {                                         \
         pagemill::linear_mid<pagemill::MidForm<pagemill::T, COLUMNS, WARPGROUPS, TILES, PANELS, GATED>>(p);              \
     }

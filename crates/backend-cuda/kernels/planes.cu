@@ -5,15 +5,11 @@
 #include "element.cuh"
 #include "overlap.cuh"
 
-// Loads of 16 bytes that a thread has on their way at once.
-#define LOADS_AT_ONCE 8
-
 // Adds to `sum` the elements of all planes, which lie `stride` elements apart: the first planes' sum, then one after the
-// other.
-template <int ITEMS, class Place>
+// other. Those of AT_ONCE planes are on their way at once.
+template <int AT_ONCE, int ITEMS, class Place>
 __device__ __forceinline__ void add_planes(const float* planes, uint64_t stride, uint32_t count, Place place,
                                            float (&sum)[ITEMS][4]) {
-    constexpr int AT_ONCE = LOADS_AT_ONCE / ITEMS; // planes
     for (uint32_t first = 0; first < count; first += AT_ONCE) {
         float4 part[AT_ONCE][ITEMS];
 #pragma unroll
@@ -58,7 +54,7 @@ template <class T> __device__ __forceinline__ void sum_planes(const SumPlanesArg
         float sum[1][4] = {}, residual[4] = {};
         if (start >= args.count) return;
         if (args.residual != nullptr) load_f32<4>(args.residual + start, residual);
-        add_planes(args.planes, args.count, args.num_planes, FourPlace{start, args.count}, sum);
+        add_planes<8>(args.planes, args.count, args.num_planes, FourPlace{start, args.count}, sum);
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[0][i] += residual[i];
         store_f32<4>(out + start, sum[0]);
@@ -146,7 +142,7 @@ template <class To, int ITEMS> __device__ __forceinline__ void norm_planes(const
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i)
         if (place.has(i)) load_f32<4>(args.residual + place.at(i), residual[i]);
-    add_planes<ITEMS>(args.planes, args.plane_stride, args.num_planes, place, v);
+    add_planes<ITEMS == 1 ? 8 : 2>(args.planes, args.plane_stride, args.num_planes, place, v);
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < ITEMS; ++i) {

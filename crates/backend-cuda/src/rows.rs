@@ -121,10 +121,13 @@ const PLANES_ITEMS: u32 = 2;
 
 /// Threads of each thread block of a row whose norm adds planes up; `None` where rows are not even enough, or longer
 /// than threads hold.
+///
+/// 256 of them find room beside a thread block of `linear_mid`, which has weights on their way meanwhile.
 fn planes_threads(cols: u32) -> Option<u32> {
-    let threads = (cols / (4 * PLANES_CLUSTER)).next_multiple_of(32).clamp(32, 512);
-    let held = threads * 4 * PLANES_ITEMS * PLANES_CLUSTER;
-    (cols.is_multiple_of(4 * PLANES_CLUSTER) && cols <= held).then_some(threads)
+    let columns_of = |threads: u32| threads * 4 * PLANES_ITEMS * PLANES_CLUSTER;
+    let most = if cols <= columns_of(256) { 256 } else { 512 };
+    let threads = (cols / (4 * PLANES_CLUSTER)).next_multiple_of(32).clamp(32, most);
+    (cols.is_multiple_of(4 * PLANES_CLUSTER) && cols <= columns_of(threads)).then_some(threads)
 }
 
 /// Blocks for so many elements, each thread eight of them; more than fill a device only stride on.
@@ -287,8 +290,8 @@ mod tests {
 
     #[test]
     fn a_row_of_planes_is_shared_evenly_by_its_thread_blocks() {
-        for (cols, threads) in [(8, Some(32)), (2048, Some(256)), (4096, Some(512)), (8192, Some(512))] {
-            assert_eq!(planes_threads(cols), threads, "{cols}");
+        for (cols, threads) in [(8, 32), (896, 128), (2048, 256), (4096, 256), (4104, 512), (8192, 512)] {
+            assert_eq!(planes_threads(cols), Some(threads), "{cols}");
         }
         for cols in [4, 4092, 8200] {
             assert_eq!(planes_threads(cols), None, "{cols}");

@@ -1,7 +1,7 @@
 //! Dense products of up to 128 tokens on Hopper: when our kernel is taken, which compiled form takes a product, how its
 //! rows and C are cut, and the launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_mid.cu`.
 
-use super::{Half, Launch};
+use super::{Half, Launch, MULTIPROCESSOR_BYTES, SYSTEM_BYTES};
 
 /// Products of one x that a launch takes at most.
 pub(crate) const MAX_PARTS: usize = 3;
@@ -21,8 +21,9 @@ const PANEL_BYTES: u32 = PANEL_COLS * 2;
 const MAX_SLOTS: u32 = 16;
 /// Threads that bring weights and x.
 const FEEDERS: u32 = 64;
-/// Of a multiprocessor's shared memory, what rings may take: a thread block's most, less its barriers and room to align.
-const RING_BYTES: u32 = (227 << 10) - 512 - ALIGN_BYTES;
+/// Of a multiprocessor's shared memory, what rings may take: all, less barriers, room to align, and what a norm's thread
+/// block needs beside them, both with what the driver adds.
+const RING_BYTES: u32 = MULTIPROCESSOR_BYTES - (SYSTEM_BYTES + 512 + ALIGN_BYTES) - (SYSTEM_BYTES + 256);
 /// Shared memory of a launch at most.
 pub(crate) const MOST_SHARED_BYTES: u32 = RING_BYTES + ALIGN_BYTES;
 /// Where rings begin is a multiple of this.
