@@ -32,11 +32,12 @@ struct LinearWidePart {
 };
 
 struct LinearWideParams {
-    CUtensorMap x_map;                // [T, C], boxes of 64 columns and 256 / cluster rows
+    CUtensorMap x_map;                // [T, C], boxes of 64 columns and x_rows
     CUtensorMap w_map[WIDE_PARTS];    // [N, C], boxes of 64 columns and COLUMNS rows; gated: gate, up, of half as many
     LinearWidePart parts[WIDE_PARTS]; // behind the last: no tiles; gated: the first only, without bias
     uint64_t plane_stride;            // bytes of y from plane to plane
     uint32_t num_tokens;
+    uint32_t x_rows;                  // that each of a cluster brings: a multiple of 8, together T and less than 16 more
     uint32_t num_groups;              // of a cluster's tiles, of all parts
     uint32_t num_panels;              // of C
     uint32_t num_cuts;                // of C: planes
@@ -50,8 +51,11 @@ static_assert(sizeof(LinearWidePart) == 24 && sizeof(LinearWideParams) == 640, "
 constexpr int WIDE_TOKENS = 256;
 constexpr int X_BYTES = WIDE_TOKENS * 128; // a panel of x
 constexpr int MULTIPLYING_WARPS = 8;
-constexpr int STAGED_COLUMNS = 48;                   // bf16 outputs leave through shared memory, so many features at a time
-constexpr int STAGED_STRIDE = STAGED_COLUMNS * 2 + 16; // bytes, of a token: rows meet no bank twice
+constexpr int STAGED_BYTES = 128;                 // of a token: outputs leave through shared memory, 64 bf16 or 32 f32 at a time
+constexpr int STAGED_STRIDE = STAGED_BYTES + 16; // rows meet no bank twice
+#ifndef EARLY
+#define EARLY 1
+#endif
 #ifndef WIDE_PREFETCH
 #define WIDE_PREFETCH 0
 #endif
@@ -174,14 +178,14 @@ template <class F> __device__ __forceinline__ void feed_weights(WideShared<F>& s
 /// Brings x, once a tile. One thread.
 template <class F> __device__ __forceinline__ void feed_x(WideShared<F>& sh, const LinearWideParams& p) {
     wait_for_previous_kernel();
-    const uint32_t first = F::RANKS == 1 ? 0 : blockIdx.x % F::RANKS * (WIDE_TOKENS / 2);
+    const uint32_t first = blockIdx.x % F::RANKS * p.x_rows;
     Ring<F::SLOTS> at;
     for (WideTiles<F> tiles(p); !tiles.done(); tiles.next()) {
         const WideTile tile = tiles.tile();
 #pragma unroll 1
         for (uint32_t panel = tile.panel; panel < tile.panel_end; ++panel, at.advance()) {
             barrier_wait_for_cluster(&sh.x_empty[at.slot], at.parity ^ 1);
-            barrier_expect(&sh.full[at.slot], X_BYTES);
+            barrier_expect(&sh.full[at.slot], F::RANKS * p.x_rows * 128);
             if constexpr (F::RANKS == 1) copy_box(sh.x[at.slot], &p.x_map, panel * 64, 0, &sh.full[at.slot]);
             else copy_box_to_both(sh.x[at.slot] + first * 128, &p.x_map, panel * 64, first, &sh.full[at.slot]);
         }
@@ -206,40 +210,52 @@ struct WidePlace {
     uint32_t n, num_tokens, token, feature;
 };
 
-/// A warp's sums to y as f32.
-template <class F> __device__ __forceinline__ void store_f32(const WidePlace& at, const float (&d)[F::FEATURES / 2]) {
-    const uint32_t lane = threadIdx.x % 32, token = at.token + lane / 4, column = at.feature + lane % 4 * 2;
-    float* y = reinterpret_cast<float*>(at.y) + size_t(token) * at.n + column;
+/// Staged outputs of a warp to y: `COUNT` pieces of 16 bytes of each token, from feature `at.feature + first` on.
+template <int COUNT, int BYTES> __device__ __forceinline__ void store_staged(const unsigned char* staged, const WidePlace& at, uint32_t first) {
+    __syncwarp();
 #pragma unroll
-    for (int j = 0; j < F::FEATURES / 8; ++j) {
-        if (column + j * 8 >= at.n) break;
-        if (token < at.num_tokens) *reinterpret_cast<float2*>(y + j * 8) = make_float2(d[j * 4], d[j * 4 + 1]);
-        if (token + 8 < at.num_tokens) *reinterpret_cast<float2*>(y + size_t(8) * at.n + j * 8) = make_float2(d[j * 4 + 2], d[j * 4 + 3]);
+    for (int i = 0; i < (16 * COUNT + 31) / 32; ++i) {
+        const uint32_t piece = threadIdx.x % 32 + i * 32, row = piece / COUNT, block = piece % COUNT, feature = at.feature + first + block * (16 / BYTES);
+        if (piece < 16 * COUNT && at.token + row < at.num_tokens && feature < at.n)
+            *reinterpret_cast<uint4*>(at.y + (size_t(at.token + row) * at.n + feature) * BYTES) = *reinterpret_cast<const uint4*>(staged + row * STAGED_STRIDE + block * 16);
     }
+    __syncwarp();
 }
 
-/// The same as bf16, by way of `staged`, so that a token's features go out in one piece.
-template <class F> __device__ __forceinline__ void store_bf16(unsigned char (&staged)[16 * STAGED_STRIDE], const WidePlace& at, const float (&d)[F::FEATURES / 2]) {
-    constexpr int BLOCKS = F::FEATURES / 8, STAGED_BLOCKS = STAGED_COLUMNS / 8; // of 8 features
+/// A warp's sums to y as f32, 32 features at a time.
+template <class F> __device__ __forceinline__ void store_f32(unsigned char* staged, const WidePlace& at, const float (&d)[F::FEATURES / 2]) {
+    unsigned char* to = staged + threadIdx.x % 32 / 4 * STAGED_STRIDE + threadIdx.x % 4 * 8;
+    constexpr int BLOCKS = F::FEATURES / 8, WHOLE = BLOCKS / 4 * 4;
+    auto stage = [&](int block, int count) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j >= count) continue;
+            const float* v = &d[(block + j) * 4];
+            *reinterpret_cast<float2*>(to + j * 32) = make_float2(v[0], v[1]);
+            *reinterpret_cast<float2*>(to + 8 * STAGED_STRIDE + j * 32) = make_float2(v[2], v[3]);
+        }
+    };
+#pragma unroll
+    for (int block = 0; block < WHOLE; block += 4) stage(block, 4), store_staged<8, 4>(staged, at, block * 8);
+    if constexpr (WHOLE < BLOCKS) stage(WHOLE, BLOCKS - WHOLE), store_staged<(BLOCKS - WHOLE) * 2, 4>(staged, at, WHOLE * 8);
+}
+
+/// The same as bf16, 64 features at a time.
+template <class F> __device__ __forceinline__ void store_bf16(unsigned char* staged, const WidePlace& at, const float (&d)[F::FEATURES / 2]) {
     const uint32_t lane = threadIdx.x % 32, to = shared_address(staged) + lane % 16 * STAGED_STRIDE + lane / 16 * 16;
+    constexpr int BLOCKS = F::FEATURES / 8, WHOLE = BLOCKS / 8 * 8;
+    auto stage = [&](int block, int count) {
 #pragma unroll
-    for (int first = 0; first < BLOCKS; first += STAGED_BLOCKS) {
-        const int count = BLOCKS - first < STAGED_BLOCKS ? BLOCKS - first : STAGED_BLOCKS;
-        __syncwarp();
-#pragma unroll
-        for (int j = 0; j < count; j += 2) {
-            const float* v = &d[(first + j) * 4];
+        for (int j = 0; j < 8; j += 2) {
+            if (j >= count) continue;
+            const float* v = &d[(block + j) * 4];
             const float* w = j + 1 < count ? v + 4 : v; // behind an odd end: room that nobody reads
             store_matrices(to + j * 16, Bf16::pack(v[0], v[1]), Bf16::pack(v[2], v[3]), Bf16::pack(w[0], w[1]), Bf16::pack(w[2], w[3]));
         }
-        __syncwarp();
+    };
 #pragma unroll
-        for (int i = 0; i < (16 * count + 31) / 32; ++i) {
-            const uint32_t piece = lane + i * 32, row = piece / count, block = piece % count, feature = at.feature + (first + block) * 8;
-            if (piece < 16 * count && at.token + row < at.num_tokens && feature < at.n)
-                *reinterpret_cast<uint4*>(at.y + (size_t(at.token + row) * at.n + feature) * 2) = *reinterpret_cast<const uint4*>(staged + row * STAGED_STRIDE + block * 16);
-        }
-    }
+    for (int block = 0; block < WHOLE; block += 8) stage(block, 8), store_staged<8, 2>(staged, at, block * 8);
+    if constexpr (WHOLE < BLOCKS) stage(WHOLE, BLOCKS - WHOLE), store_staged<BLOCKS - WHOLE, 2>(staged, at, WHOLE * 8);
 }
 
 /// A warpgroup's sums of a tile, for 64 tokens from `token` on, finished and stored.
@@ -261,7 +277,7 @@ template <class F> __device__ __forceinline__ void store_sums(WideShared<F>& sh,
             y[i] = d[i] + low, y[i + 1] = d[i + 1] + high, y[i + 2] = d[i + 2] + low, y[i + 3] = d[i + 3] + high;
         }
     }
-    if (p.y_type == ACT_F32) store_f32<F>(at, y);
+    if (p.y_type == ACT_F32) store_f32<F>(sh.staged[warp], at, y);
     else store_bf16<F>(sh.staged[warp], at, y);
 }
 
@@ -290,14 +306,23 @@ template <class F, int BLOCKS> __device__ __forceinline__ void multiply(WideShar
             barrier_wait(&sh.full[at.slot], at.parity);
             const uint32_t x = first_x + at.slot * (X_BYTES >> 4), w = first_w + at.slot * (F::COLUMNS * 128 >> 4);
             wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 4; ++k)
+            auto step = [&](int k) {
 #pragma unroll
                 for (int block = 0; block < BLOCKS; ++block) wgmma_wide_add<typename F::T, F::COLUMNS>(d[block], x + block * NEXT_BLOCK + k * K_STEP, w + k * K_STEP);
-            wgmma_commit();
-            // One panel's products stay under way while the slot before is given back.
-            wgmma_wait<1>();
-            if (panel > 0) release();
+                wgmma_commit();
+            };
+            // The first products are under way while the slot before is given back.
+            step(0);
+            if (EARLY) {
+                wgmma_wait<1>();
+                if (panel > 0) release();
+                wgmma_fence();
+            }
+            step(1), step(2), step(3);
+            if (!EARLY) {
+                wgmma_wait<4>();
+                if (panel > 0) release();
+            }
             at.advance();
         }
         wgmma_wait<0>();
@@ -326,12 +351,18 @@ template <class F> __device__ __forceinline__ void bring_w(WideShared<F>& sh, co
         if constexpr (F::GATED) prefetch_box(&p.w_map[1], (panel + WIDE_PREFETCH) * 64, feature);
     }
     barrier_expect(&sh.full[slot], F::COLUMNS * 128);
+#ifdef HINT
+    const uint64_t once = read_once_policy();
+    copy_box_once(sh.w[slot], &p.w_map[0], panel * 64, feature, &sh.full[slot], once);
+    if constexpr (F::GATED) copy_box_once(sh.w[slot] + F::FEATURES * 128, &p.w_map[1], panel * 64, feature, &sh.full[slot], once);
+#else
     copy_box(sh.w[slot], &p.w_map[0], panel * 64, feature, &sh.full[slot]);
     if constexpr (F::GATED) copy_box(sh.w[slot] + F::FEATURES * 128, &p.w_map[1], panel * 64, feature, &sh.full[slot]);
+#endif
 }
 template <class F> __device__ __forceinline__ void bring_x(WideShared<F>& sh, const LinearWideParams& p, int panel, int slot) {
-    const uint32_t first = blockIdx.x % F::RANKS * (WIDE_TOKENS / 2);
-    barrier_expect(&sh.full[slot], X_BYTES);
+    const uint32_t first = blockIdx.x % F::RANKS * p.x_rows;
+    barrier_expect(&sh.full[slot], F::RANKS * p.x_rows * 128);
     if constexpr (F::RANKS == 1) copy_box(sh.x[slot], &p.x_map, panel * 64, 0, &sh.full[slot]);
     else copy_box_to_both(sh.x[slot] + first * 128, &p.x_map, panel * 64, first, &sh.full[slot]);
 }
@@ -356,14 +387,13 @@ template <class F, int BLOCKS> __device__ __forceinline__ void multiply_once(Wid
         barrier_wait(&sh.full[at.slot], at.parity);
         const uint32_t x = first_x + at.slot * (X_BYTES >> 4), w = first_w + at.slot * (F::COLUMNS * 128 >> 4);
         wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
+        auto step = [&](int k) {
 #pragma unroll
             for (int block = 0; block < BLOCKS; ++block) wgmma_wide_add<typename F::T, F::COLUMNS>(d[block], x + block * NEXT_BLOCK + k * K_STEP, w + k * K_STEP);
-        wgmma_commit();
-        // One panel's products stay under way while the slot before is given back, and filled.
-        wgmma_wait<1>();
-        if (panel > 0) {
+            wgmma_commit();
+        };
+        auto refill = [&] {
+            if (panel == 0) return;
             const int last = at.slot == 0 ? F::SLOTS - 1 : at.slot - 1, next = panel - 1 + F::SLOTS;
             if (tells) barrier_arrive_at(x_empty + last * 8);
             if (tells_here) barrier_arrive_here(shared_address(sh.w_empty) + last * 8);
@@ -375,6 +405,19 @@ template <class F, int BLOCKS> __device__ __forceinline__ void multiply_once(Wid
                 barrier_wait_for_cluster(&sh.x_empty[last], parity);
                 bring_x<F>(sh, p, at_panel, last);
             }
+        };
+        // The first products are under way while the slot before is given back, and filled.
+        step(0);
+        if (EARLY) {
+            wgmma_wait<1>();
+            refill();
+            __syncwarp();
+            wgmma_fence();
+        }
+        step(1), step(2), step(3);
+        if (!EARLY) {
+            wgmma_wait<4>();
+            refill();
         }
         at.advance();
     }

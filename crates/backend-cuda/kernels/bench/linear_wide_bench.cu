@@ -56,7 +56,8 @@ struct Work {
 /// The launch's params; `grid` gets its thread blocks. As in src/kernels/linear_wide.rs.
 static LinearWideParams params_of(const Variant& v, const Work& w, int& grid) {
     LinearWideParams p = {};
-    p.x_map = map_of(w.x, w.m, w.c, 256 / v.ranks);
+    p.x_rows = ((w.m + v.ranks - 1) / v.ranks + 7) / 8 * 8;
+    p.x_map = map_of(w.x, w.m, w.c, p.x_rows);
     int tiles = 0;
     for (int i = 0; i < 3; ++i) {
         if (!w.n[i]) continue;
@@ -236,6 +237,27 @@ struct Graph {
         return ms * 1000 / count / replays;
     }
 };
+/// How fast a multiprocessor's clock runs while others work: cycles and nanoseconds of ten milliseconds.
+__global__ void probe(long long* out) {
+    auto now = [] { unsigned long long t; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t)); return t; };
+    const unsigned long long begin = now();
+    const long long first = clock64();
+    unsigned long long end = begin;
+    while (end < begin + 10000000) end = now();
+    out[0] = clock64() - first, out[1] = end - begin;
+}
+static double clock_mhz(const Graph& g, cudaStream_t stream) {
+    static Buffer<long long> out(2);
+    static cudaStream_t other = nullptr;
+    if (!other) CHECK(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
+    probe<<<1, 1, 0, other>>>(out.ptr);
+    const double us = g.run(stream, 1) * g.count;
+    g.run(stream, int(10000 / us) + 1);
+    CHECK(cudaStreamSynchronize(other));
+    long long host[2];
+    CHECK(cudaMemcpy(host, out.ptr, sizeof host, cudaMemcpyDeviceToHost));
+    return double(host[0]) / host[1] * 1000;
+}
 static double median(std::vector<float> t) { return std::sort(t.begin(), t.end()), t[t.size() / 2]; }
 
 struct Shape { const char* name; int n[3], c; bool gated; std::vector<int> planes; };
@@ -337,6 +359,7 @@ int main(int argc, char** argv) {
             for (size_t i = 0; i < graphs.size(); ++i) {
                 const double us = median(graphs[i]->times);
                 printf(" | %s %.1f", graphs[i]->name.c_str(), us);
+                if (nth == 2 || nth == 0) printf(" (%.0f MHz)", clock_mhz(*graphs[i], stream));
                 if (i) choices[i].us = us;
                 if (i && us < best[nth].us) best[nth] = choices[i];
             }
@@ -378,14 +401,15 @@ int main(int argc, char** argv) {
         const Choice none;
         layers.push_back(layer("lt", none, none, none, none));
         layers.push_back(layer("ours", best[0], best[1], best[2], best[3]));
-        layers.push_back(layer("q,k,v", best[0], none, none, none));
+        layers.push_back(layer("gate_up, down", none, none, best[2], best[3]));
+        layers.push_back(layer("o, gate_up, down", none, best[1], best[2], best[3]));
         for (auto& c : all_gated) layers.push_back(layer(std::string("gate_up ") + c.v->name, none, none, c, none));
         for (auto& c : all_o) layers.push_back(layer(std::string("o ") + c.v->name + " p" + std::to_string(c.planes), none, c, none, none));
         for (auto& c : all_down) layers.push_back(layer(std::string("down ") + c.v->name + " p" + std::to_string(c.planes), none, none, none, c));
         for (auto& g : layers) g->run(stream, 4);
         for (int round = 0; round < 7; ++round)
             for (auto& g : layers) g->times.push_back(g->run(stream, 6));
-        for (auto& g : layers) printf("layer m %d, %s: %.1f us\n", m, g->name.c_str(), median(g->times));
+        for (auto& g : layers) printf("layer m %d, %s: %.1f us (%.0f MHz)\n", m, g->name.c_str(), median(g->times), clock_mhz(*g, stream));
         fflush(stdout);
     }
     return failures;
