@@ -100,6 +100,8 @@ template <int COLUMNS, int TOKEN_RANKS, int FEATURE_RANKS, bool GATED> struct Ti
         }
         // Behind the last part's end lie no rows: boxes of zeros, and nothing is stored.
         tile.feature *= FEATURES;
+        // The last tile of tokens ends where they do: boxes that reach beyond take long. What two tiles have, both store.
+        if (p.num_tokens >= TILE_TOKENS && tile.token < p.num_tokens) tile.token = min(tile.token, p.num_tokens - TILE_TOKENS);
         return tile;
     }
 };

@@ -18,6 +18,7 @@ mod big;
 mod mid;
 pub(crate) mod packed;
 mod small;
+mod wide;
 
 use self::packed::PackedKernels;
 use crate::check::{Elem, View};
@@ -36,6 +37,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use self::big::BigKernels;
 use self::mid::MidKernels;
+use self::wide::WideKernels;
 
 /// `FEW_ROWS` in weights_plain.cu.
 const FEW_TOKENS: usize = 8;
@@ -132,6 +134,7 @@ pub(crate) struct LinearOps {
     packed: PackedKernels,
     mid: Option<MidKernels>,
     big: Option<BigKernels>,
+    wide: Option<WideKernels>,
     matmul: Mutex<Matmul>,
     /// Whether a product's algorithm must not follow from the number of tokens.
     deterministic: bool,
@@ -256,6 +259,7 @@ impl LinearOps {
             packed: PackedKernels::new(device, kernels)?,
             mid: MidKernels::new(device, kernels)?,
             big: BigKernels::new(device, kernels)?,
+            wide: WideKernels::new(device, kernels)?,
             matmul: Mutex::new(Matmul::new(device, deterministic)?),
             deterministic,
         })
@@ -279,6 +283,11 @@ impl LinearOps {
     /// The same of `linear_big`.
     pub(crate) fn big_launches(&self) -> u64 {
         self.big.as_ref().map_or(0, BigKernels::launches)
+    }
+
+    /// The same of `linear_wide`.
+    pub(crate) fn wide_launches(&self) -> u64 {
+        self.wide.as_ref().map_or(0, WideKernels::launches)
     }
 
     /// Bytes that cuBLASLt holds.
@@ -411,6 +420,7 @@ impl LinearOps {
     pub(crate) fn takes_gated(&self, num_tokens: usize, gate: Matrix<'_>, up: Matrix<'_>) -> bool {
         self.packed_gated_variant(num_tokens, gate, up).is_some()
             || self.mid_gated(num_tokens, gate, up).is_some()
+            || self.wide_gated(num_tokens, gate, up).is_some()
             || self.gated_variant(num_tokens, gate, up).is_some()
     }
 
@@ -429,6 +439,9 @@ impl LinearOps {
         }
         if let Some(weight) = self.mid_gated(num_tokens, gate, up) {
             return self.mid_gated_product(&mut inputs, weight, num_tokens, product);
+        }
+        if let Some(variant) = self.wide_gated(num_tokens, gate, up) {
+            return self.wide_gated_product(&mut inputs, variant, num_tokens, product);
         }
         let variant = self
             .gated_variant(num_tokens, gate, up)

@@ -224,8 +224,9 @@ struct Graph {
     }
 };
 
-int main(int argc, char**) {
-    brief = argc > 1;
+int main(int argc, char** argv) {
+    const bool few = argc > 1 && !strcmp(argv[1], "few"); // q, k and v of a decode step
+    brief = argc > 1 && !few;
     cudaDeviceProp prop;
     CHECK(cudaGetDeviceProperties(&prop, 0));
     for (Variant& v : VARIANTS) {
@@ -262,7 +263,8 @@ int main(int argc, char**) {
     struct Shape { const char* name; int n[3], c; bool gated; } shapes[] = {
         {"qkv", {4096, 1024, 1024}, 4096, false}, {"o", {4096, 0, 0}, 4096, false}, {"gate_up", {14336, 14336, 0}, 4096, true}, {"down", {4096, 0, 0}, 14336, false}, {"head", {128256, 0, 0}, 4096, false}};
     for (auto& s : shapes)
-        for (int m : {192, 256, 384, 512, 1024, 2048, 4096, 8192}) {
+        for (int m : {136, 160, 192, 224, 256, 384, 512, 1024, 2048, 4096, 8192}) {
+            if (few && (m > 256 || s.n[1] != 1024)) continue;
             const bool is_head = s.n[0] > 100000;
             if (is_head && m > 512) continue;
             const size_t elements = size_t(s.n[0] + s.n[1] + s.n[2]) * s.c;

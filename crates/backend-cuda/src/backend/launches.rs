@@ -23,4 +23,9 @@ impl CudaBackend {
     pub fn big_product_launches(&self) -> u64 {
         self.linear.big_launches()
     }
+
+    /// The same of the kernel for gate and up of more tokens.
+    pub fn wide_product_launches(&self) -> u64 {
+        self.linear.wide_launches()
+    }
 }

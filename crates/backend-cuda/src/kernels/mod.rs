@@ -10,6 +10,7 @@ pub(crate) mod linear_big;
 pub(crate) mod linear_mid;
 pub(crate) mod linear_quant;
 pub(crate) mod linear_small;
+pub(crate) mod linear_wide;
 
 use pagemill_backend::Activation;
 

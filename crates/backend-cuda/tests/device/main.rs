@@ -11,6 +11,7 @@ mod last_rows;
 mod linear;
 mod linear_big;
 mod linear_mid;
+mod linear_wide;
 mod loading;
 mod planes;
 mod quantised;
