@@ -98,7 +98,8 @@ static Launch plan(const Variant& v, const Work& w, int least = 16) {
     p.plane_stride = uint64_t(w.m) * w.n[0] * 4;
     const int x_bytes = v.panels * v.columns * 128, w_bytes = v.panels * (v.gated ? 2 : 1) * p.tile_rows * 128;
     // x comes from L2, sooner than weights: six of ten as many stages.
-    constexpr int RING = MAX_SHARED - STATIC_SHARED - 1024;
+    // Room to align, and for a norm's thread block.
+    constexpr int RING = MAX_SHARED - STATIC_SHARED - 1024 - 1280;
     p.w_slots = std::min<uint32_t>(10 * RING / (10 * w_bytes + 6 * x_bytes), pagemill::MAX_SLOTS);
     p.x_slots = std::min<uint32_t>((RING - p.w_slots * w_bytes) / x_bytes, p.w_slots);
     l.grid = dim3(shares, w.planes), l.shared = 1024 + p.x_slots * x_bytes + p.w_slots * w_bytes;
