@@ -24,6 +24,8 @@ pub struct FreeDevice {
     pinned: Mutex<Vec<u32>>,
     step: Duration,
     takes_ahead: bool,
+    /// How much longer a step takes than its time, unless another is queued behind it.
+    patience: Duration,
     queue: Mutex<Queue>,
 }
 
@@ -36,10 +38,10 @@ struct Queue {
 }
 
 impl FreeDevice {
-    pub fn new(step: Duration, takes_ahead: bool) -> Self {
+    pub fn new(step: Duration, takes_ahead: bool, patience: Duration) -> Self {
         let config = CpuConfig { num_threads: Some(1), ..CpuConfig::default() };
         let host = CpuBackend::new(config).unwrap();
-        Self { host, pinned: Mutex::default(), step, takes_ahead, queue: Mutex::default() }
+        Self { host, pinned: Mutex::default(), step, takes_ahead, patience, queue: Mutex::default() }
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -241,7 +243,9 @@ impl StepsAhead for FreeDevice {
     }
 
     fn is_sampled(&self) -> Result<bool, BackendError> {
-        Ok(self.queue().steps.front().unwrap().0 <= Instant::now())
+        let queue = self.queue();
+        let patience = if queue.steps.len() > 1 { Duration::ZERO } else { self.patience };
+        Ok(queue.steps.front().unwrap().0 + patience <= Instant::now())
     }
 
     fn take_sampled(&self, outcomes: &mut Vec<Option<RowOutcome>>) -> Done {

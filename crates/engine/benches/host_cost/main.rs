@@ -112,8 +112,10 @@ fn with_ranks(num_sequences: usize, takes_ahead: bool) -> InferenceEngine {
         kv_cache_bytes: Some(block_bytes * (num_sequences * BLOCKS_A_SEQUENCE) as u64),
         ..EngineConfig::default()
     };
-    let rank =
-        RankContext { backend: Arc::new(FreeDevice::new(STEP, takes_ahead)), collective: Arc::new(SoloCollective) };
+    let rank = RankContext {
+        backend: Arc::new(FreeDevice::new(STEP, takes_ahead, Duration::ZERO)),
+        collective: Arc::new(SoloCollective),
+    };
     build_engine_on(&Checkpoint::open(&folder).unwrap(), vec![rank], &config, &|_| {})
         .unwrap()
         .engine
