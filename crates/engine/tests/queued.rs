@@ -52,7 +52,7 @@ fn engine(takes_ahead: bool, plan_ahead: bool) -> InferenceEngine<PipelineExecut
 
 /// Of every kind that the sampler treats differently. What a request says depends on itself alone.
 fn request(at: u32, stop_token_ids: &[u32]) -> (Request, EventReceiver) {
-    let mut random = Random(u64::from(at) + 1 << 20);
+    let mut random = Random((u64::from(at) + 1) << 20);
     let prompt: Vec<u32> = (0..1 + random.below(30)).map(|_| random.below(500)).collect();
     let max_tokens = 1 + random.below(40) as usize;
     let n = 1 + random.below(2);

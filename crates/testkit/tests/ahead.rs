@@ -14,6 +14,7 @@ fn engine() -> InferenceEngine<FakeExecutor> {
         max_batch_size: 4,
         max_batch_tokens: 64,
         prefill_chunk_size: 32,
+        mixed_batch_tokens: None,
         max_seq_len: 200,
         max_waiting: 10,
         ageing_us: 0,

@@ -263,6 +263,7 @@ fn copy_first_column(x: &Tensor, out: &mut Tensor) {
 }
 
 /// Depends on the token in front, on the random number, and on what penalties and masks ask for.
+#[allow(clippy::cast_possible_truncation, clippy::cast_sign_loss)] // of small numbers
 fn draw(logits: &Tensor, tasks: &[RowTask<'_>]) -> Vec<Option<RowOutcome>> {
     let (rows, cols) = (host_elements("logits", logits).unwrap(), logits.cols());
     let outcome = |task: &RowTask<'_>| {

@@ -31,7 +31,7 @@ impl Setup {
             block_size: kv_cache.block_size,
             max_batch_size: scheduler.max_batch_size,
             max_batch_tokens: scheduler.max_batch_tokens,
-            prefill_chunk_size: scheduler.prefill_chunk_size,
+            prefill_chunk_size: scheduler.largest_chunk(),
             max_in_flight: draw.pick(&[1, 1, 2, 3, 4]),
         };
         scheduler.plan_ahead = executor.max_in_flight == 1 && !draw.one_in(3);
@@ -97,7 +97,7 @@ impl Setup {
         let SchedulerConfig { max_batch_size, max_batch_tokens, prefill_chunk_size, continuous_batching, .. } =
             self.scheduler;
         let pace = if continuous_batching {
-            max_batch_tokens - (max_batch_size - 1)
+            self.scheduler.mixed_batch_tokens.unwrap_or(max_batch_tokens).min(max_batch_tokens) - (max_batch_size - 1)
         } else {
             max_batch_tokens / max_batch_size
         };
@@ -132,10 +132,11 @@ pub(super) fn name_of(refusal: &Refusal) -> &'static str {
 fn draw_scheduler(draw: &mut Draw) -> SchedulerConfig {
     let max_batch_size = draw.between(1, 8);
     let prefill_chunk_size = draw.pick(&[1, 3, 7, 16, 17, 32, 64]);
-    SchedulerConfig {
+    let config = SchedulerConfig {
         max_batch_size,
         max_batch_tokens: max_batch_size + draw.pick(&[0, 1, 5, 16, 40, 64]),
         prefill_chunk_size,
+        mixed_batch_tokens: None,
         max_seq_len: draw.between(24, 200),
         max_waiting: draw.between(3, 40),
         ageing_us: draw.pick(&[0, 1_000, 100_000]),
@@ -144,7 +145,9 @@ fn draw_scheduler(draw: &mut Draw) -> SchedulerConfig {
         micro_batches: 1,
         plan_ahead: false,
         num_stages: 1,
-    }
+    };
+    let mixed_batch_tokens = draw.one_in(3).then(|| max_batch_size + draw.pick(&[0, 4, 12]));
+    SchedulerConfig { mixed_batch_tokens, ..config }
 }
 
 fn draw_kv_cache(draw: &mut Draw, scheduler: &SchedulerConfig) -> KvCacheConfig {
@@ -170,7 +173,7 @@ fn draw_kv_cache(draw: &mut Draw, scheduler: &SchedulerConfig) -> KvCacheConfig 
         groups,
         layout: if draw.one_in(8) { KvLayout::Contiguous } else { KvLayout::Paged },
         max_seq_len: scheduler.max_seq_len,
-        prefill_chunk_size: scheduler.prefill_chunk_size,
+        prefill_chunk_size: scheduler.largest_chunk(),
         prefix_cache: !draw.one_in(4),
     }
 }
