@@ -3,13 +3,13 @@
 //!
 //! | weight | few tokens | some | more |
 //! |---|---|---|---|
-//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | `linear_big.cu` where it is faster, else cuBLASLt |
+//! | F16, BF16 | `linear_small.cu` | `linear_mid.cu` where it is faster, else cuBLASLt | `linear_big.cu` or `linear_wide.cu` (gate and up) where it is faster, else cuBLASLt |
 //! | F32 | cuBLASLt | cuBLASLt | cuBLASLt |
 //! | quantised, repacked at load | see `packed` | see `packed` | see `packed` |
 //! | quantised, as stored | widened in registers | widened to bf16 in pieces, then cuBLASLt | the same |
 //!
 //! Our kernels take up to three products of one input at once. How many tokens are few, some and more `kernels::linear_small`,
-//! `kernels::linear_mid` and `kernels::linear_big` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
+//! `kernels::linear_mid`, `kernels::linear_big` and `kernels::linear_wide` say for the first row; 8 are few elsewhere. What they cannot read is cuBLASLt's. A shape
 //! that cuBLASLt has no algorithm for, and quantised weights under f32 activations, are read as stored, whatever their
 //! number of tokens. Deterministic products of 16-bit weights are `linear_mid`'s for any number of tokens, where the
 //! chip has it and the copy engine reads them.

@@ -1,4 +1,4 @@
-//! Dense gated products of 129 to 256 tokens on Hopper: when our kernel is taken, how its tiles are shared out, and the
+//! Dense gated products of some hundred tokens on Hopper: when our kernel is taken, how its tiles are shared out, and the
 //! launch. Knows nothing of where buffers lie. Kernel: `kernels/linear_wide.cu`.
 
 use super::{Half, Launch};
@@ -7,7 +7,7 @@ use super::{Half, Launch};
 pub(crate) const PANEL_COLS: u32 = 64;
 /// Rows of the gate, and of up, in a tile.
 pub(crate) const TILE_FEATURES: u32 = 112;
-/// Tokens of a tile: all that there are.
+/// Tokens of a tile.
 const TILE_TOKENS: u32 = 256;
 /// Thread blocks of a cluster: neighbouring tiles, which share x.
 pub(crate) const RANKS: u32 = 2;
@@ -15,8 +15,8 @@ const SLOTS: u32 = 3;
 const THREADS: u32 = 256;
 /// `STAGED_STRIDE` of 16 tokens, of each warp.
 const STAGED_BYTES: u32 = THREADS / 32 * 16 * 144;
-/// Tokens for which the kernel was measured faster.
-const FASTER: std::ops::RangeInclusive<usize> = 129..=256;
+/// Tokens for which the kernel was measured faster: nearly whole tiles, or one that ends early.
+const FASTER: [std::ops::RangeInclusive<usize>; 2] = [129..=256, 416..=512];
 /// The same of the part of the chip's multiprocessors that have a tile, in the mean over the rounds that it takes.
 const LEAST_BUSY_PERCENT: u64 = 90;
 /// Rows of y lie on multiples of so many bytes, as those of the weights and x.
@@ -104,9 +104,11 @@ pub(crate) fn launch(num_tokens: u32, n: u32) -> Launch {
 /// Whether this kernel takes less time than the library for gate and up of `n` rows each, and what is between them. Tiles
 /// are high: where they do not fill the chip the library's smaller ones do better.
 pub(crate) fn is_faster(num_tokens: usize, n: u32, max_clusters: u32) -> bool {
-    let rounds = clusters(n).div_ceil(max_clusters.max(1));
-    let room = u64::from(rounds) * u64::from(max_clusters) * u64::from(RANKS * TILE_FEATURES);
-    FASTER.contains(&num_tokens) && n > 0 && u64::from(n) * 100 >= room * LEAST_BUSY_PERCENT
+    let Some(tokens) = FASTER.iter().find(|tokens| tokens.contains(&num_tokens)) else { return false };
+    let tiles = tokens.end().div_ceil(TILE_TOKENS as usize) as u64;
+    let rounds = (u64::from(clusters(n)) * tiles).div_ceil(u64::from(max_clusters.max(1)));
+    let room = rounds * u64::from(max_clusters) * u64::from(RANKS * TILE_FEATURES);
+    n > 0 && u64::from(n) * tiles * 100 >= room * LEAST_BUSY_PERCENT
 }
 
 #[cfg(test)]
@@ -134,8 +136,10 @@ mod tests {
     fn taken_where_it_is_the_fastest() {
         let of_llama = |tokens| is_faster(tokens, 14_336, 66);
         assert!(!of_llama(128) && of_llama(129) && of_llama(256) && !of_llama(257));
+        assert!(!of_llama(415) && of_llama(416) && of_llama(512) && !of_llama(513));
         assert!(is_faster(200, 28_672, 66), "two full rounds");
         assert!(!is_faster(200, 18_944, 66), "the second round is half empty");
+        assert!(!is_faster(256, 7168, 66) && is_faster(512, 7168, 66), "half a round, and a full one");
         assert!(!is_faster(200, 4864, 66) && !is_faster(200, 0, 66));
         assert!(is_faster(200, u32::MAX, 66), "counts do not overflow");
     }

@@ -1,4 +1,4 @@
-//! Gate and up of 129 to 256 tokens by `linear_wide.cu`: which of them it takes, and its launches. Callers have checked
+//! Gate and up of some hundred tokens by `linear_wide.cu`: which of them it takes, and its launches. Callers have checked
 //! shapes.
 //!
 //! Not where results must be deterministic: those are `linear_mid`'s, whatever the number of tokens.

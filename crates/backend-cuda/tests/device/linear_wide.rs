@@ -6,8 +6,8 @@ use crate::support::{Random, activation, assert_close, deterministic_gpu, gpu, h
 use pagemill_backend::{Activation, Backend, DType, LinearInput, LinearWeights, MlpWeights, Tensor, Weight};
 use pagemill_backend_cuda::{Activations, CudaBackend};
 
-/// Two warpgroups with 128 tokens each and with less, boxes that end with the tokens and behind them.
-const TOKENS: [usize; 6] = [129, 136, 192, 193, 255, 256];
+/// Two warpgroups with 128 tokens each and with less, boxes that end with the tokens and behind them, tiles that share tokens.
+const TOKENS: [usize; 8] = [129, 136, 192, 193, 255, 256, 417, 512];
 /// Outputs that are looked at.
 const SEEN: usize = 512;
 
@@ -77,13 +77,13 @@ fn a_row_of_many_has_the_same_bits_in_any_company() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
     let (inner, cols) = (14_336, 904);
     let mlp = Mlp::new(&gpu, DType::BF16, inner, cols);
-    let x = Random::new(1).normal(256 * cols);
+    let x = Random::new(1).normal(512 * cols);
     let run = |first: usize, count: usize| {
         let x = activation(&gpu, count, cols, &x[first * cols..(first + count) * cols]);
         bits(&mlp.run(&gpu, Activation::Silu, &x).0)
     };
-    let all = run(0, 256);
-    for (first, count) in [(0, 129), (127, 129), (56, 200), (3, 193), (60, 136)] {
+    let all = run(0, 512);
+    for (first, count) in [(0, 129), (383, 129), (156, 200), (3, 193), (260, 136), (0, 256), (1, 417), (62, 450)] {
         assert!(run(first, count) == all[first * SEEN..(first + count) * SEEN], "{count} tokens from {first}");
     }
 }
@@ -92,7 +92,9 @@ fn a_row_of_many_has_the_same_bits_in_any_company() {
 #[test]
 fn gated_layers_that_others_take() {
     let Some(gpu) = gpu(Activations::Bf16) else { return };
-    for (inner, cols, tokens) in [(4096, 64, 200), (14_332, 64, 200), (14_336, 64, 128), (14_336, 64, 257)] {
+    for (inner, cols, tokens) in
+        [(4096, 64, 200), (14_332, 64, 200), (14_336, 64, 128), (14_336, 64, 257), (14_336, 64, 513)]
+    {
         let mlp = Mlp::new(&gpu, DType::BF16, inner, cols);
         let x = activation(&gpu, tokens, cols, &Random::new(2).normal(tokens * cols));
         assert_eq!(mlp.run(&gpu, Activation::Silu, &x).1, 0, "{tokens} tokens, {cols} to {inner}");
