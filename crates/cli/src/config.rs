@@ -88,7 +88,7 @@ pub fn engine_config_among(num_processes: usize, settings: EngineSettings) -> Re
     }
     let cpu = CpuConfig {
         num_threads: threads(settings.threads)?,
-        activations: activations(settings.activations.as_deref())?,
+        activations: activations(settings.activations.as_deref(), &device)?,
         isa: isa(settings.isa.as_deref())?,
     };
     let load_format = load_format(settings.load_format.as_deref(), settings.dummy_type.as_deref())?;
@@ -178,11 +178,16 @@ fn kv_layout(text: Option<&str>) -> Result<KvLayout> {
     }
 }
 
-fn activations(text: Option<&str>) -> Result<ActivationMode> {
+/// What the device would do unasked is `Int8`, whatever its name there.
+fn activations(text: Option<&str>, device: &Device) -> Result<ActivationMode> {
+    let (unasked, place) = match device {
+        Device::Cpu => ("int8", "the CPU"),
+        Device::Cuda(_) => ("bf16", "a GPU"),
+    };
     match text {
-        None | Some("int8") => Ok(ActivationMode::Int8),
         Some("f32") => Ok(ActivationMode::F32),
-        Some(other) => bail!("activations = {other}: must be int8 or f32"),
+        Some(other) if other != unasked => bail!("activations = {other}: must be {unasked} or f32 on {place}"),
+        _ => Ok(ActivationMode::Int8),
     }
 }
 
@@ -373,5 +378,16 @@ mod tests {
             assert!(message.starts_with(key), "{key}: {message}");
         }
         assert!(engine_config(EngineSettings::default()).is_ok());
+    }
+
+    #[test]
+    fn activations_are_named_as_the_device_has_them() {
+        let (cpu, gpu) = (Device::Cpu, Device::Cuda(vec![0]));
+        for (device, own, others) in [(cpu, "int8", "bf16"), (gpu, "bf16", "int8")] {
+            assert_eq!(activations(None, &device).unwrap(), activations(Some(own), &device).unwrap());
+            assert_eq!(activations(Some("f32"), &device).unwrap(), ActivationMode::F32);
+            let message = activations(Some(others), &device).unwrap_err().to_string();
+            assert!(message.contains(&format!("activations = {others}: must be {own} or f32 on")), "{message}");
+        }
     }
 }

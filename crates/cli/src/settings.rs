@@ -68,7 +68,8 @@ pub struct EngineSettings {
     /// Compute threads [default: the cores this process may use]
     #[arg(short = 't', long, env = "PAGEMILL_THREADS", value_name = "N")]
     pub threads: Option<usize>,
-    /// What quantised weights are multiplied with: int8 (on a GPU: bf16), or f32 (exact, slower) [default: int8]
+    /// What weights are multiplied with: on the CPU int8 (quantised weights) or f32 (exact, slower), on a GPU bf16 or f32
+    /// [default: int8, on a GPU bf16]
     #[arg(long, env = "PAGEMILL_ACTIVATIONS", value_name = "TYPE")]
     pub activations: Option<String>,
     /// Instruction set: auto, scalar, avx2, avx-vnni, avx512-vnni, avx512-amx, neon or neon-dot [default: auto]
