@@ -34,6 +34,8 @@ const BLOCK_SIZE: usize = 16;
 /// Room for a prompt and 600 tokens: steps and warm-up must fit.
 const BLOCKS_A_SEQUENCE: usize = 100;
 const MAX_SEQ_LEN: usize = BLOCKS_A_SEQUENCE * BLOCK_SIZE;
+/// A stop token that no executor here draws.
+const NEVER_DRAWN: u32 = 500;
 /// Steps before any counts.
 const WARM_UP: usize = 40;
 /// Times that the batch is filled with other prompts before: then all memory has been used, and every block has a name.
@@ -66,7 +68,7 @@ fn request(at: usize, num_tokens: usize) -> Request {
         prompt,
         max_tokens: num_tokens,
         n: 1,
-        sampling: SamplingParams { stop_token_ids: vec![2], ..SamplingParams::default() },
+        sampling: SamplingParams { stop_token_ids: vec![NEVER_DRAWN], ..SamplingParams::default() },
         priority: 0,
         cache_salt: None,
         sink: Box::new(NotingSink { start: Instant::now(), tokens: Vec::with_capacity(num_tokens) }),
