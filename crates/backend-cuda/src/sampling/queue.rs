@@ -70,10 +70,10 @@ pub(super) enum Form {
 
 impl Form {
     /// Words a task.
-    pub(super) fn words(self) -> u32 {
+    pub(super) fn words(self) -> usize {
         match self {
             Self::Largest => 2,
-            Self::Outcome => OUTCOME_WORDS as u32,
+            Self::Outcome => OUTCOME_WORDS,
         }
     }
 }
@@ -149,7 +149,7 @@ impl Queue {
     pub(super) unsafe fn push(&mut self, draws: Draws) -> Result<(), BackendError> {
         self.ensure_room()?;
         let slot = &mut self.slots[(self.oldest + self.len) % MAX_QUEUED_STEPS];
-        let num_words = draws.num_tasks * draws.form.words() as usize;
+        let num_words = draws.num_tasks * draws.form.words();
         let len = (FLAG_WORDS + num_words) * 4;
         if slot.pinned.len() < len {
             slot.pinned = PinnedMemory::take(&self.device, len.next_power_of_two(), "draws")?;
@@ -197,7 +197,7 @@ impl Queue {
         let slot = &mut self.slots[self.oldest];
         self.oldest = (self.oldest + 1) % MAX_QUEUED_STEPS;
         self.len -= 1;
-        let num_words = FLAG_WORDS + slot.num_tasks * slot.form.words() as usize;
+        let num_words = FLAG_WORDS + slot.num_tasks * slot.form.words();
         read(slot.form, &slot.pinned.floats_mut(num_words)[FLAG_WORDS..]);
         Ok(())
     }
@@ -230,7 +230,7 @@ impl Queue {
             draws,
             num_ids: count(words.num_ids)?,
             num_awaited: count(words.num_awaited)?,
-            draw_words: self.last.map_or(2, |draws| draws.form.words()),
+            draw_words: count(self.last.map_or(0, |draws| draws.form.words()))?,
         };
         // SAFETY: the struct is the kernel's, which reads draws and writes behind its wait only; tasks are inside the
         // draws by the lines above, which nothing has overwritten: the next step's kernels come later on the stream.
