@@ -32,8 +32,6 @@ use std::sync::{Arc, Mutex, PoisonError};
 const MAX_HEAD_DIM: usize = 512;
 /// `WARPS` in attention_plain.cu.
 const PLAIN_WARPS: u32 = 4;
-/// The target whose images have `attention_prefill`; in the others its kernels are empty.
-const HOPPER_TARGET: &str = "sm_90a";
 
 /// `PlainAttentionArgs` in attention_plain.cu.
 #[repr(C)]
@@ -149,7 +147,7 @@ pub(crate) struct AttentionOps {
     decode: Vec<(DecodeVariant, Function)>,
     prefill: Vec<(PrefillVariant, Function)>,
     scratch: Mutex<Vec<DecodeScratch>>,
-    /// Whether the kernels were compiled for [`HOPPER_TARGET`].
+    /// Whether `attention_prefill` has a body: its kernels are empty on other chips.
     is_hopper: bool,
     /// Whether only kernels run in which a row's sums follow from its own position and window.
     deterministic: bool,
@@ -204,7 +202,7 @@ fn word(count: usize) -> u32 {
 impl AttentionOps {
     /// Looks the kernels up.
     pub(crate) fn new(device: &Arc<Device>, kernels: &Kernels, deterministic: bool) -> Result<Self, BackendError> {
-        let is_hopper = kernels.target() == HOPPER_TARGET;
+        let is_hopper = kernels.are_for_hopper();
         Ok(Self {
             device: Arc::clone(device),
             rope: by_elem(kernels, "rope")?,

@@ -23,10 +23,13 @@ struct Aligned<T: ?Sized>(T);
 
 include!(concat!(env!("OUT_DIR"), "/images.rs"));
 
+/// The target whose kernels use what Hopper alone has.
+const HOPPER_TARGET: &str = "sm_90a";
+
 /// The targets that a chip of this capability runs, best first.
 fn targets_for(capability: (i32, i32)) -> &'static [&'static str] {
     match capability {
-        (9, 0) => &["sm_90a", "compute_90", "sm_80"],
+        (9, 0) => &[HOPPER_TARGET, "compute_90", "sm_80"],
         (8, _) => &["sm_80"],
         (major, _) if major > 9 => &["compute_90"],
         _ => &[],
@@ -145,6 +148,11 @@ impl Kernels {
             self.set(function, carveout, percent, || format!("asking for {percent} % of shared memory for {name}"))?;
         }
         Ok(function)
+    }
+
+    /// Whether they are the image with bodies for Hopper: wgmma, the copy engine, clusters.
+    pub(crate) fn are_for_hopper(&self) -> bool {
+        self.target == HOPPER_TARGET
     }
 
     /// What the kernels were compiled for.

@@ -15,6 +15,7 @@
 //! chip has it and the copy engine reads them.
 
 mod big;
+mod clusters;
 mod mid;
 pub(crate) mod packed;
 mod small;

@@ -56,6 +56,15 @@ impl Limits {
             micro_batches: ranks.max_in_flight(),
             // A static batch goes on in step: where one member's end is not known, nobody's next token is planned.
             plan_ahead: config.plan_ahead && config.continuous_batching && ranks.fills_in_draws(),
+            ..self.scheduler_limits(config)
+        }
+    }
+
+    /// The same for ranks of which nothing is known: a step at a time.
+    fn scheduler_limits(&self, config: &EngineConfig) -> SchedulerConfig {
+        SchedulerConfig {
+            micro_batches: 1,
+            plan_ahead: false,
             num_stages: config.parallel.pipeline_parallel,
             max_batch_size: self.max_batch_size,
             max_batch_tokens: self.max_batch_tokens,
@@ -77,10 +86,7 @@ impl Limits {
             groups: self.groups.clone(),
             layout: config.kv_layout,
             max_seq_len: self.max_seq_len,
-            prefill_chunk_size: match config.mixed_batch_tokens {
-                Some(_) => config.prefill_chunk_size.max(self.max_batch_tokens),
-                None => config.prefill_chunk_size,
-            },
+            prefill_chunk_size: self.scheduler_limits(config).largest_chunk(),
             prefix_cache: config.prefix_cache,
         }
     }

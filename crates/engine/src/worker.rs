@@ -537,8 +537,13 @@ impl Worker {
             }
         }
         for (&id, drawn) in sequence.sample.iter().zip(result.first.into_iter().chain(result.others)) {
-            self.drawn.extend(drawn.token.as_ref().ok().map(|&token| (id, token)));
-            output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
+            self.record_draw(id, drawn, output);
         }
+    }
+
+    /// Puts what a choice drew into the step's output, and sets it aside for its past.
+    fn record_draw(&mut self, id: SequenceId, drawn: Drawn, output: &mut StepOutput) {
+        self.drawn.extend(drawn.token.as_ref().ok().map(|&token| (id, token)));
+        output.sampled.push(SampledToken { id, token: drawn.token, logprobs: drawn.logprobs });
     }
 }

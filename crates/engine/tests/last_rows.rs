@@ -2,29 +2,21 @@
 //! in chunks of one token, whose steps want every row: tokens and log-probabilities are equal, to the bit.
 #![allow(clippy::unwrap_used)]
 
+mod random;
+
 use pagemill_backend::{ActivationMode, CpuBackend, CpuConfig, SharedCollective};
 use pagemill_engine::{
     ChannelSink, Checkpoint, EngineConfig, EventReceiver, Generation, ParallelMode, RankContext, Request,
     SamplingParams, build_engine_on,
 };
 use pagemill_scheduler::Time;
+use random::Random;
 use std::path::Path;
 use std::sync::Arc;
 
 const MAX_TOKENS: u32 = 12;
 const NUM_REQUESTS: u64 = 14;
 const MAX_SEQ_LEN: usize = 256;
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u32) -> u32 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        u32::try_from((self.0 >> 11) % u64::from(end)).unwrap()
-    }
-}
 
 /// A request, and the step before which it comes.
 struct Arrival {

@@ -4,6 +4,7 @@
 
 #[path = "../benches/host_cost/free_device.rs"]
 mod free_device;
+mod random;
 
 use free_device::FreeDevice;
 use pagemill_backend::SoloCollective;
@@ -12,6 +13,7 @@ use pagemill_engine::{
     PipelineExecutor, RankContext, Request, RequestId, SamplingParams, build_engine_on,
 };
 use pagemill_scheduler::Time;
+use random::Random;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,17 +22,6 @@ const NUM_REQUESTS: u32 = 40;
 const STEP: Duration = Duration::from_micros(100);
 /// Longer than planning a step takes, on a busy machine too.
 const PATIENCE: Duration = Duration::from_millis(10);
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, end: u32) -> u32 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        u32::try_from((self.0 >> 11) % u64::from(end)).unwrap()
-    }
-}
 
 fn engine(takes_ahead: bool, plan_ahead: bool) -> InferenceEngine<PipelineExecutor> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../testkit/zoo/llama");

@@ -2,6 +2,7 @@
 //!
 //! Not where results must be deterministic: those are `linear_mid`'s, whatever the number of tokens.
 
+use super::clusters::ClusterKernels;
 use super::{Inputs, LinearOps, Matrix, Product, activation_type, first_alike, half_of, word};
 use crate::check::Elem;
 use crate::device::Device;
@@ -11,27 +12,11 @@ use crate::kernels::linear_big::{
     self, LinearBigParams, LinearBigPart, LinearBigVariant, MAX_PARTS, PANEL_COLS, RANKS, STORED_TOKENS, STRIP,
     TILE_TOKENS, Tiles, W_ROWS,
 };
-use crate::rows::Function;
 use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::BackendError;
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// The image that has the kernel's body.
-const HOPPER_TARGET: &str = "sm_90a";
-
-/// A form of the kernel, and how many clusters of it are there at once.
-#[derive(Clone, Copy)]
-struct BigForm {
-    function: Function,
-    max_clusters: u32,
-}
 
 /// The kernel's forms.
-pub(crate) struct BigKernels {
-    forms: HashMap<LinearBigVariant, BigForm>,
-    launches: AtomicU64,
-}
+pub(crate) type BigKernels = ClusterKernels<LinearBigVariant>;
 
 impl BigKernels {
     /// `None` on chips that the kernel is not for.
@@ -39,23 +24,8 @@ impl BigKernels {
     /// # Errors
     /// A kernel that this build lacks or the driver refuses.
     pub(crate) fn new(device: &Device, kernels: &Kernels) -> Result<Option<Self>, BackendError> {
-        if kernels.target() != HOPPER_TARGET {
-            return Ok(None);
-        }
-        let mut forms = HashMap::new();
-        for variant in LinearBigVariant::ALL {
-            let launch = linear_big::launch(u32::MAX, word(device.num_multiprocessors()) / RANKS);
-            let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
-            let max_clusters = device.max_clusters(function, RANKS, &launch)?;
-            forms.insert(variant, BigForm { function: Function(function), max_clusters });
-        }
-        let is_usable = forms.values().all(|form| form.max_clusters > 0);
-        Ok(is_usable.then(|| Self { forms, launches: AtomicU64::new(0) }))
-    }
-
-    /// Launches so far, recorded ones counted once.
-    pub(crate) fn launches(&self) -> u64 {
-        self.launches.load(Ordering::Relaxed)
+        let launch = linear_big::launch(u32::MAX, word(device.num_multiprocessors()) / RANKS);
+        Self::load(device, kernels, RANKS, LinearBigVariant::ALL.map(|variant| (variant, variant.name(), launch)))
     }
 }
 
@@ -85,7 +55,7 @@ impl LinearOps {
         let (half, count) = first_alike(products, MAX_PARTS, |product| self.big_weight(product.matrix))?;
         let outputs = std::array::from_fn(|nth| products[..count].get(nth).map_or(0, |of| word(of.matrix.rows)));
         let variant = LinearBigVariant { weight: half };
-        let form = self.big.as_ref()?.forms.get(&variant)?;
+        let form = self.big.as_ref()?.form(&variant)?;
         linear_big::is_faster(num_tokens, outputs, form.max_clusters).then_some((variant, count))
     }
 
@@ -119,7 +89,7 @@ impl LinearOps {
         let broken = || self.device.broken("a product that linear_big does not take");
         let big = self.big.as_ref().ok_or_else(broken)?;
         let BigTask { variant, num_tokens, mut parts, elem, .. } = task;
-        let form = big.forms.get(&variant).ok_or_else(broken)?;
+        let form = big.form(&variant).ok_or_else(broken)?;
         let map = |address: u64, element: Half, [rows, cols]: [u64; 2], box_rows: u32| {
             let shape = MapShape { dims: [cols, rows], stride_bytes: cols * 2, box_dims: [PANEL_COLS, box_rows] };
             tensor_map(&self.device, address, element, &shape, "a product")
@@ -151,7 +121,7 @@ impl LinearOps {
             activation: 0,
         };
         let launch = linear_big::launch(tiles.count(), form.max_clusters);
-        big.launches.fetch_add(1, Ordering::Relaxed);
+        big.count_launch();
         // SAFETY: the struct is the kernel's; the op checked the shapes of x, weights, biases and outputs. Before its
         // wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets its
         // successor begin, behind it.

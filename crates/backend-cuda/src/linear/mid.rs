@@ -21,9 +21,6 @@ use pagemill_backend::BackendError;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The image that has the kernel's body.
-const HOPPER_TARGET: &str = "sm_90a";
-
 /// The kernel's forms.
 pub(crate) struct MidKernels {
     functions: HashMap<LinearMidVariant, Function>,
@@ -37,7 +34,7 @@ impl MidKernels {
     /// # Errors
     /// A kernel that this build lacks or the driver refuses.
     pub(crate) fn new(device: &Device, kernels: &Kernels) -> Result<Option<Self>, BackendError> {
-        if kernels.target() != HOPPER_TARGET {
+        if !kernels.are_for_hopper() {
             return Ok(None);
         }
         let functions = LinearMidVariant::all()

@@ -3,6 +3,7 @@
 //!
 //! Not where results must be deterministic: those are `linear_mid`'s, whatever the number of tokens.
 
+use super::clusters::ClusterKernels;
 use super::{GatedProduct, Inputs, LinearOps, Matrix, activation_type, half_of, word};
 use crate::device::Device;
 use crate::images::Kernels;
@@ -10,27 +11,11 @@ use crate::kernels::GateActivation;
 use crate::kernels::linear_wide::{
     self, LinearWideParams, LinearWideVariant, PANEL_COLS, RANKS, TILE_FEATURES, shared_tokens, token_tiles,
 };
-use crate::rows::Function;
 use crate::tensor_map::{MapShape, tensor_map};
 use pagemill_backend::BackendError;
-use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-/// The image that has the kernel's body.
-const HOPPER_TARGET: &str = "sm_90a";
-
-/// A form of the kernel, and how many clusters of it are there at once.
-#[derive(Clone, Copy)]
-struct WideForm {
-    function: Function,
-    max_clusters: u32,
-}
 
 /// The kernel's forms.
-pub(crate) struct WideKernels {
-    forms: HashMap<LinearWideVariant, WideForm>,
-    launches: AtomicU64,
-}
+pub(crate) type WideKernels = ClusterKernels<LinearWideVariant>;
 
 impl WideKernels {
     /// `None` on chips that the kernel is not for.
@@ -38,23 +23,8 @@ impl WideKernels {
     /// # Errors
     /// A kernel that this build lacks or the driver refuses.
     pub(crate) fn new(device: &Device, kernels: &Kernels) -> Result<Option<Self>, BackendError> {
-        if kernels.target() != HOPPER_TARGET {
-            return Ok(None);
-        }
-        let mut forms = HashMap::new();
-        for variant in LinearWideVariant::ALL {
-            let launch = linear_wide::launch(1, word(device.num_multiprocessors()) * TILE_FEATURES);
-            let function = kernels.get_with_shared(&variant.name(), launch.shared_bytes)?;
-            let max_clusters = device.max_clusters(function, RANKS, &launch)?;
-            forms.insert(variant, WideForm { function: Function(function), max_clusters });
-        }
-        let is_usable = forms.values().all(|form| form.max_clusters > 0);
-        Ok(is_usable.then(|| Self { forms, launches: AtomicU64::new(0) }))
-    }
-
-    /// Launches so far, recorded ones counted once.
-    pub(crate) fn launches(&self) -> u64 {
-        self.launches.load(Ordering::Relaxed)
+        let launch = linear_wide::launch(1, word(device.num_multiprocessors()) * TILE_FEATURES);
+        Self::load(device, kernels, RANKS, LinearWideVariant::ALL.map(|variant| (variant, variant.name(), launch)))
     }
 }
 
@@ -65,7 +35,7 @@ impl LinearOps {
         let is_alike = (gate.rows, gate.cols) == (up.rows, up.cols) && gate.weight.dtype == up.weight.dtype;
         let is_reachable = |of: Matrix<'_>| linear_wide::is_reachable(of.weight.address(), of.rows, of.cols);
         let variant = LinearWideVariant { weight: half_of(gate.weight.dtype)? };
-        let max_clusters = wide.forms.get(&variant)?.max_clusters;
+        let max_clusters = wide.form(&variant)?.max_clusters;
         let is_chosen = linear_wide::is_faster(num_tokens, word(gate.rows), max_clusters);
         (is_alike && is_reachable(gate) && is_reachable(up) && is_chosen).then_some(variant)
     }
@@ -80,7 +50,7 @@ impl LinearOps {
     ) -> Result<(), BackendError> {
         let broken = || self.device.broken("a product that linear_wide does not take");
         let wide = self.wide.as_ref().ok_or_else(broken)?;
-        let form = wide.forms.get(&variant).ok_or_else(broken)?;
+        let form = wide.form(&variant).ok_or_else(broken)?;
         let GatedProduct { gate, up, act, out } = *product;
         let (n, cols, x_rows) = (word(gate.rows), gate.cols as u64, shared_tokens(word(num_tokens)));
         let map = |address: u64, rows: usize, box_rows: u32| {
@@ -105,7 +75,7 @@ impl LinearOps {
             unused: [0; 23],
         };
         let launch = linear_wide::launch(word(num_tokens), n);
-        wide.launches.fetch_add(1, Ordering::Relaxed);
+        wide.count_launch();
         // SAFETY: the struct is the kernel's; gate and up were found alike, and the op checked the shapes of x and out.
         // Before its wait the kernel reads weights only, which nothing writes after they are loaded; it writes, and lets
         // its successor begin, behind it.

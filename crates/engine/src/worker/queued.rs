@@ -8,7 +8,7 @@ use crate::sampler::{choice_task, drawn};
 use crate::{EngineError, StepInput};
 use pagemill_backend::sampling::RowTask;
 use pagemill_backend::{AwaitedToken, MAX_QUEUED_STEPS, StepsAhead};
-use pagemill_scheduler::{RequestId, SampledToken, ScheduledSequence, SequenceId, StepOutput, StepPlan};
+use pagemill_scheduler::{RequestId, ScheduledSequence, SequenceId, StepOutput, StepPlan};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -118,14 +118,12 @@ impl Worker {
         if outcomes.len() != plan.sequences.len() {
             return Err(EngineError::Internal("the device left a row of logits out".into()));
         }
-        let mut output = StepOutput { step: plan.step, ..StepOutput::default() };
-        let ids = plan.sequences.iter().flat_map(|sequence| sequence.sample.iter().copied());
-        output.sampled.extend(ids.zip(outcomes).map(|(id, outcome)| {
-            let drawn = drawn(outcome);
-            SampledToken { id, token: drawn.token, logprobs: drawn.logprobs }
-        }));
-        let tokens = output.sampled.iter().filter_map(|sampled| Some((sampled.id, *sampled.token.as_ref().ok()?)));
-        self.drawn.extend(tokens);
+        let sampled = Vec::with_capacity(outcomes.len());
+        let mut output = StepOutput { step: plan.step, sampled, ..StepOutput::default() };
+        let ids = plan.sequences.iter().flat_map(|sequence| &sequence.sample);
+        for (&id, outcome) in ids.zip(outcomes) {
+            self.record_draw(id, drawn(outcome), &mut output);
+        }
         self.draws.end_step(&output);
         // The device was busy with it since it began, or since the one before ended.
         let since = self.queued.taken.replace(now).map_or(step.started, |taken| taken.max(step.started));

@@ -117,8 +117,9 @@ impl DynamicBatchScheduler {
             prefill = prefill.min(num_prompt_tokens.div_ceil(micro_batches).max(PREFILL_SHARE_MIN));
         }
         let is_alone = num_decoding == 0 && micro_batches <= 1 && !pass.fillers;
-        let first_chunk = if is_alone { self.config.largest_chunk() } else { prefill_chunk_size };
-        TokenBudget { decode, prefill, first_chunk: first_chunk.min(if is_alone { max_batch_tokens } else { prefill }) }
+        let first_chunk =
+            if is_alone { self.config.largest_chunk().min(max_batch_tokens) } else { prefill_chunk_size.min(prefill) };
+        TokenBudget { decode, prefill, first_chunk }
     }
 
     /// What the others bear beside a decode. Behind a prompt chunk a filling step may be as long as that:
